@@ -1,0 +1,2 @@
+//! The `kvsluice` binary.
+fn main() {}

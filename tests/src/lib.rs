@@ -1,0 +1,1 @@
+//! Whole-system tests of kvsluice: real processes, crashes, hostile peers.
