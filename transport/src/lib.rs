@@ -1,1 +1,3 @@
 //! How bytes move between the processes of a channel: segments, ring, completions, waiting, attach, recovery.
+
+pub mod shared;
