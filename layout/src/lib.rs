@@ -6,5 +6,10 @@
 
 pub mod geometry;
 pub mod ids;
+pub mod lease;
+pub mod plan;
 pub mod planes;
 pub mod planted;
+pub mod record;
+pub mod refusal;
+pub mod region;

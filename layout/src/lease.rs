@@ -1,0 +1,425 @@
+//! Leases of blocks, and the checks that come before them (X9, X14).
+//!
+//! Both sides of a channel keep one [`LeaseTable`]: the producer checks before it publishes, a worker before any copy,
+//! by the same code. (group, source block) and (group, physical block) are the lease keys. A reader lease is a count: a
+//! block in k operations is free after k. A writer lease is exclusive to one plan.
+//!
+//! Cost: 8 bytes per block and side. A pair costs one look at its source and one at its destination when it is checked,
+//! and again when it is leased and released; nothing is sorted or hashed.
+
+use crate::geometry::Geometry;
+use crate::ids::{GroupId, PhysicalBlock, SourceBlock};
+use crate::planes::GeometryMap;
+use crate::planted::planted;
+use crate::record::{ALL_LAYERS, Kind, NEW_SLOT, Pair, RetainMode, RowRecord, SourceKind};
+use crate::refusal::Refusal;
+
+/// The rows of a draft or of a plan, as the lease table reads them.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a> {
+    /// Kind of the record.
+    pub kind: Kind,
+    /// Mode of a Retain.
+    pub mode: Option<RetainMode>,
+    /// The rows.
+    pub rows: &'a [RowRecord],
+    /// All pairs of the record.
+    pub pairs: &'a [Pair],
+}
+
+/// `lease` of a block that one plan writes.
+const WRITTEN: u32 = u32::MAX;
+/// A null block that is no block.
+const NO_NULL: u32 = u32::MAX;
+
+const HOST: usize = 0;
+const DEVICE: usize = 1;
+
+#[derive(Clone, Copy, Default)]
+struct Block {
+    /// Number of reader leases, or [`WRITTEN`].
+    lease: u32,
+    /// Row that last named the block as a destination: finds duplicates without sorting (X9).
+    stamp: u32,
+}
+
+struct Group {
+    /// Blocks of the host pool and of the device pool.
+    blocks: [Vec<Block>; 2],
+    null: [u32; 2],
+    gather_start: u32,
+    /// Host blocks that every rank has registered; the rest may not be leased yet (X31).
+    ready: u32,
+    /// Plan that last had a row for all layers of the group.
+    stamp: u32,
+}
+
+struct Layer {
+    group: u32,
+    tensor: u32,
+}
+
+/// One end of a pair: which pool it names, within which ids, and whether the plan needs it for itself alone.
+#[derive(Clone, Copy)]
+struct End {
+    side: usize,
+    from: u32,
+    to: u32,
+    exclusive: bool,
+}
+
+/// Checks plans and holds the leases of those that run.
+pub struct LeaseTable {
+    groups: Vec<Group>,
+    layers: Vec<Layer>,
+    /// Plan that last filled the tensor.
+    tensors: Vec<u32>,
+    stamp: u32,
+}
+
+impl LeaseTable {
+    /// A table without leases for the pools of `map`; every host block counts as pinned.
+    pub fn new(map: &GeometryMap) -> Self {
+        let geometry: &Geometry = map.geometry();
+        let groups = geometry
+            .groups
+            .iter()
+            .map(|spec| Group {
+                blocks: [
+                    vec![Block::default(); spec.source_blocks as usize],
+                    vec![Block::default(); spec.device_blocks as usize],
+                ],
+                null: [
+                    spec.source_null.map_or(NO_NULL, |b| b.0),
+                    spec.device_null.map_or(NO_NULL, |b| b.0),
+                ],
+                gather_start: spec.gather_start().0,
+                ready: spec.source_blocks,
+                stamp: 0,
+            })
+            .collect();
+        let layers = (0..geometry.layers.len() as u32)
+            .filter_map(|l| map.layer(crate::ids::DecoderLayer(l)))
+            .map(|layer| Layer {
+                group: layer.group.0,
+                tensor: layer.tensor,
+            })
+            .collect();
+        Self {
+            groups,
+            layers,
+            tensors: vec![0; map.tensors() as usize],
+            stamp: 0,
+        }
+    }
+
+    /// Sets how many host blocks of `group` every rank has registered (X31).
+    pub fn set_ready(&mut self, group: GroupId, blocks: u32) {
+        if let Some(group) = self.groups.get_mut(group.index()) {
+            group.ready = blocks;
+        }
+    }
+
+    /// Checks every row of a plan against the geometry and the leases (X9). Changes no lease.
+    ///
+    /// # Errors
+    /// The first [`Refusal`] in row order.
+    pub fn check(&mut self, plan: &Rows<'_>) -> Result<(), Refusal> {
+        let plan_stamp = self.next_stamp(plan.rows.len());
+        let skip_duplicates = planted("x9_skip_duplicates");
+        let skip_in_flight = planted("x9_skip_in_flight");
+        for (index, row) in plan.rows.iter().enumerate() {
+            let at = index as u32;
+            let row_stamp = plan_stamp + 1 + at;
+            let pairs = Self::row_pairs(at, row, plan.pairs)?;
+            self.check_place(at, row, plan, plan_stamp)?;
+            let (source, destination) = self.ends(at, row, plan)?;
+            let Some(group) = self.groups.get_mut(row.group as usize) else {
+                continue;
+            };
+            for pair in pairs {
+                match source {
+                    Some(end) => {
+                        let id = pair.source;
+                        let range = || Refusal::SourceRange {
+                            row: at,
+                            id,
+                            from: end.from,
+                            to: end.to,
+                        };
+                        if id < end.from || id >= end.to {
+                            return Err(range());
+                        }
+                        if id == group.null[end.side] {
+                            return Err(Refusal::NullBlock { row: at, id });
+                        }
+                        if end.side == HOST && id >= group.ready {
+                            return Err(Refusal::NotPinned {
+                                row: at,
+                                id,
+                                ready: group.ready,
+                            }); // X31
+                        }
+                        let block = group.blocks[end.side].get(id as usize).ok_or_else(range)?;
+                        let blocked = block.lease == WRITTEN || (end.exclusive && block.lease != 0);
+                        if blocked && !skip_in_flight {
+                            return Err(Refusal::SourceInFlight { row: at, id });
+                        }
+                    }
+                    None => {
+                        let slots = group.blocks[DEVICE].len() as u32;
+                        if pair.source != NEW_SLOT && pair.source >= slots {
+                            return Err(Refusal::SourceRange {
+                                row: at,
+                                id: pair.source,
+                                from: 0,
+                                to: slots,
+                            });
+                        }
+                    }
+                }
+                let (id, end) = (pair.destination, destination);
+                if id >= end.to {
+                    return Err(Refusal::DestinationRange {
+                        row: at,
+                        id,
+                        to: end.to,
+                    });
+                }
+                if id == group.null[end.side] {
+                    return Err(Refusal::NullBlock { row: at, id });
+                }
+                let Some(block) = group.blocks[end.side].get_mut(id as usize) else {
+                    return Err(Refusal::DestinationRange {
+                        row: at,
+                        id,
+                        to: end.to,
+                    });
+                };
+                if block.stamp == row_stamp && !skip_duplicates {
+                    return Err(Refusal::DuplicateDestination { row: at, id });
+                }
+                block.stamp = row_stamp;
+                let blocked = block.lease == WRITTEN || (end.exclusive && block.lease != 0);
+                if blocked && !skip_in_flight {
+                    return Err(Refusal::DestinationInFlight { row: at, id });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Leases what a checked plan names, until [`release`](Self::release) of the same plan (X14).
+    pub fn take(&mut self, plan: &Rows<'_>) {
+        self.each(plan, |block, exclusive| {
+            block.lease = if exclusive {
+                WRITTEN
+            } else {
+                block.lease.saturating_add(1).min(WRITTEN - 1)
+            };
+        });
+    }
+
+    /// Returns the leases of a plan that was taken.
+    pub fn release(&mut self, plan: &Rows<'_>) {
+        self.each(plan, |block, exclusive| {
+            block.lease = if exclusive { 0 } else { block.lease.saturating_sub(1) };
+        });
+    }
+
+    /// Operations that lease a source block: 0 where it may be refilled (X14).
+    pub fn source_leases(&self, group: GroupId, block: SourceBlock) -> u32 {
+        self.leases(group, HOST, block.index())
+    }
+
+    /// Operations that lease a physical block: 0 where it may be written.
+    pub fn device_leases(&self, group: GroupId, block: PhysicalBlock) -> u32 {
+        self.leases(group, DEVICE, block.index())
+    }
+
+    /// Blocks that are leased, over all groups and both sides: 0 where nothing is in flight.
+    pub fn leased_blocks(&self) -> usize {
+        self.groups
+            .iter()
+            .flat_map(|g| g.blocks.iter().flatten())
+            .filter(|b| b.lease != 0)
+            .count()
+    }
+
+    fn leases(&self, group: GroupId, side: usize, block: usize) -> u32 {
+        let block = self.groups.get(group.index()).and_then(|g| g.blocks[side].get(block));
+        match block.map_or(0, |b| b.lease) {
+            WRITTEN => 1,
+            readers => readers,
+        }
+    }
+
+    /// A stamp for the plan, followed by one for each of its rows.
+    fn next_stamp(&mut self, rows: usize) -> u32 {
+        let rows = u32::try_from(rows).unwrap_or(u32::MAX - 1);
+        let plan_stamp = self
+            .stamp
+            .checked_add(1)
+            .filter(|s| s.checked_add(rows).is_some())
+            .unwrap_or_else(|| {
+                // Stamps have run out: forget the old ones once in some four billion rows.
+                self.tensors.fill(0);
+                for group in &mut self.groups {
+                    group.stamp = 0;
+                    group.blocks.iter_mut().flatten().for_each(|b| b.stamp = 0);
+                }
+                1
+            });
+        self.stamp = plan_stamp.saturating_add(rows);
+        plan_stamp
+    }
+
+    fn row_pairs<'a>(at: u32, row: &RowRecord, pairs: &'a [Pair]) -> Result<&'a [Pair], Refusal> {
+        if row.valid > row.pairs {
+            let (found, expected) = (u64::from(row.valid), u64::from(row.pairs));
+            return Err(Refusal::RowCounts {
+                row: at,
+                what: "valid count",
+                found,
+                expected,
+            });
+        }
+        let end = u64::from(row.pairs_at) + u64::from(row.pairs);
+        if end > pairs.len() as u64 {
+            return Err(Refusal::RowCounts {
+                row: at,
+                what: "end of pairs",
+                found: end,
+                expected: pairs.len() as u64,
+            });
+        }
+        let from = row.pairs_at as usize;
+        // R24: ids past the valid count are ignored.
+        Ok(pairs.get(from..from + row.valid as usize).unwrap_or(&[]))
+    }
+
+    /// Layer and group of a row exist, belong together, and no tensor is filled twice.
+    fn check_place(&mut self, at: u32, row: &RowRecord, plan: &Rows<'_>, plan_stamp: u32) -> Result<(), Refusal> {
+        let layers = self.layers.len() as u32;
+        let shared = plan.kind == Kind::Retain && plan.mode == Some(RetainMode::SharedTable);
+        if shared {
+            let groups = self.groups.len() as u32;
+            if row.layer != ALL_LAYERS {
+                return Err(Refusal::Layer {
+                    row: at,
+                    layer: row.layer,
+                    layers,
+                });
+            }
+            let group = self.groups.get_mut(row.group as usize);
+            let group = group.ok_or(Refusal::Group {
+                row: at,
+                found: row.group,
+                expected: groups,
+            })?;
+            if group.stamp == plan_stamp {
+                return Err(Refusal::TensorTwice {
+                    row: at,
+                    layer: row.layer,
+                });
+            }
+            group.stamp = plan_stamp;
+            return Ok(());
+        }
+        let layer = self.layers.get(row.layer as usize);
+        let layer = layer.ok_or(Refusal::Layer {
+            row: at,
+            layer: row.layer,
+            layers,
+        })?;
+        if row.group != layer.group {
+            return Err(Refusal::Group {
+                row: at,
+                found: row.group,
+                expected: layer.group,
+            });
+        }
+        // A table belongs to a layer, bytes to a tensor: layers that alias may share bytes but not be filled twice.
+        if plan.mode != Some(RetainMode::LayerTables)
+            && let Some(tensor) = self.tensors.get_mut(layer.tensor as usize)
+        {
+            if *tensor == plan_stamp {
+                return Err(Refusal::TensorTwice {
+                    row: at,
+                    layer: row.layer,
+                });
+            }
+            *tensor = plan_stamp;
+        }
+        Ok(())
+    }
+
+    /// What source and destination of a row's pairs name; no source end where it is a slot.
+    fn ends(&self, at: u32, row: &RowRecord, plan: &Rows<'_>) -> Result<(Option<End>, End), Refusal> {
+        let sizes = self
+            .groups
+            .get(row.group as usize)
+            .map_or([0, 0], |g| [g.blocks[HOST].len(), g.blocks[DEVICE].len()]);
+        let end = |side: usize, exclusive| End {
+            side,
+            from: 0,
+            to: sizes[side] as u32,
+            exclusive,
+        };
+        Ok(match (plan.kind, plan.mode) {
+            (Kind::Upload, _) => {
+                let gather_start = self.groups.get(row.group as usize).map_or(0, |g| g.gather_start);
+                let mut source = end(HOST, false);
+                match SourceKind::from_code(row.source_kind) {
+                    Some(SourceKind::SourceOnly) => source.to = gather_start,
+                    Some(SourceKind::Copy) => source.from = gather_start,
+                    None => {
+                        return Err(Refusal::SourceKind {
+                            row: at,
+                            found: row.source_kind,
+                        });
+                    }
+                }
+                (Some(source), end(DEVICE, true))
+            }
+            (Kind::WriteBack, _) => (Some(end(DEVICE, false)), end(HOST, true)),
+            (Kind::Retain, Some(RetainMode::ByteMove)) => (Some(end(DEVICE, true)), end(DEVICE, true)),
+            (Kind::Retain, _) => (None, end(DEVICE, false)),
+            (Kind::Padding | Kind::Keep | Kind::Abort | Kind::Reset, _) => {
+                return Err(Refusal::Counts {
+                    what: "rows of a record without rows",
+                    found: 1,
+                    expected: 0,
+                });
+            }
+        })
+    }
+
+    fn each(&mut self, plan: &Rows<'_>, mut change: impl FnMut(&mut Block, bool)) {
+        for (index, row) in plan.rows.iter().enumerate() {
+            let at = index as u32;
+            let (Ok(pairs), Ok((source, destination))) =
+                (Self::row_pairs(at, row, plan.pairs), self.ends(at, row, plan))
+            else {
+                continue; // `check` has refused such a row.
+            };
+            let Some(group) = self.groups.get_mut(row.group as usize) else {
+                continue;
+            };
+            for pair in pairs {
+                if let Some(end) = source
+                    && let Some(block) = group.blocks[end.side].get_mut(pair.source as usize)
+                {
+                    change(block, end.exclusive);
+                }
+                if let Some(block) = group.blocks[destination.side].get_mut(pair.destination as usize) {
+                    change(block, destination.exclusive);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "lease_tests.rs"]
+mod tests;
