@@ -8,3 +8,4 @@ pub mod geometry;
 pub mod ids;
 pub mod planes;
 pub mod planted;
+pub mod presets;
