@@ -4,6 +4,7 @@
 //! simulator and the tests share one definition of every byte.
 #![forbid(unsafe_code)]
 
+pub mod capability;
 pub mod geometry;
 pub mod ids;
 pub mod planes;
