@@ -4,12 +4,14 @@
 //! simulator and the tests share one definition of every byte.
 #![forbid(unsafe_code)]
 
+pub mod capability;
 pub mod geometry;
 pub mod ids;
 pub mod lease;
 pub mod plan;
 pub mod planes;
 pub mod planted;
+pub mod presets;
 pub mod record;
 pub mod refusal;
 pub mod region;

@@ -3,6 +3,7 @@
 use super::*;
 use crate::geometry::{Attention, Dtype, LayerSpec, Sharding};
 use crate::ids::PhysicalBlock;
+use crate::presets::{Sizing, preset};
 
 /// A small random geometry: every kind, order and sharding, tiny blocks, at times with aliases.
 fn random(seed: u64) -> Geometry {
@@ -296,6 +297,40 @@ fn x7_a_map_is_a_pure_function_of_its_geometry() {
         GeometryMap::new(&random(7)).unwrap(),
     );
     assert_eq!(format!("{one:?}"), format!("{two:?}"));
+}
+
+#[test]
+fn field_36_every_rank_has_the_same_device_pool() {
+    for seed in 0..50 {
+        let map = GeometryMap::new(&random(seed)).unwrap();
+        let device = |rank, layer| -> Vec<(u64, u64, u64)> {
+            let planes = map.planes(Rank(rank), layer).iter();
+            planes
+                .map(|plane| (plane.device_offset, plane.device_stride, plane.bytes))
+                .collect()
+        };
+        for layer in (0..map.geometry().layers.len() as u32).map(DecoderLayer) {
+            for rank in 1..map.geometry().ranks {
+                assert_eq!(
+                    device(rank, layer),
+                    device(0, layer),
+                    "seed {seed}: rank {rank}, {layer:?}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn field_35_a_plane_states_the_fragment_that_one_copy_moves_and_not_the_page() {
+    for (ranks, fragment) in [(1, 32 << 10), (2, 16 << 10), (8, 4 << 10), (16, 4 << 10)] {
+        let sizing = Sizing {
+            ranks: Some(ranks),
+            ..Sizing::default()
+        };
+        let map = GeometryMap::new(&sizing.apply(preset("llama-3.1-70b").unwrap()).unwrap()).unwrap();
+        assert_eq!(map.planes(Rank(0), DecoderLayer(0))[0].bytes, fragment, "{ranks} ranks");
+    }
 }
 
 #[test]
