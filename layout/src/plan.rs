@@ -355,15 +355,24 @@ impl<'a> Plan<'a> {
     /// # Errors
     /// The first [`Refusal`] of checksum, version, flags, kind, mode and counts, in this order.
     pub fn parse(record: &'a [u64]) -> Result<Self, Refusal> {
-        let bytes = record.as_bytes();
-        let counts = |what, found: u64, expected: u64| Refusal::Counts { what, found, expected };
         let [commit, sum, behind @ ..] = record else {
-            return Err(counts("record words", record.len() as u64, LINE_BYTES as u64 / 8));
+            let (found, expected) = (record.len() as u64, LINE_BYTES as u64 / 8);
+            return Err(Refusal::Counts { what: "record words", found, expected });
         };
         let expected = checksum(*commit, behind.as_bytes());
         if *sum != expected {
             return Err(Refusal::Checksum { found: *sum, expected });
         }
+        Self::parse_checked_before(record)
+    }
+
+    /// Parses a private copy whose checksum was compared when it was made.
+    ///
+    /// # Errors
+    /// As [`parse`](Self::parse), but for the checksum.
+    pub fn parse_checked_before(record: &'a [u64]) -> Result<Self, Refusal> {
+        let bytes = record.as_bytes();
+        let counts = |what, found: u64, expected: u64| Refusal::Counts { what, found, expected };
         let Ok((header, rest)) = RecordHeader::ref_from_prefix(bytes) else {
             return Err(counts("record bytes", bytes.len() as u64, HEADER_BYTES as u64));
         };

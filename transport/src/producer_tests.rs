@@ -1,0 +1,228 @@
+//! The producer and its ports on one heap: what is published is answered once per rank, in any order.
+
+use kvsluice_layout::ids::{
+    DecoderLayer, DestinationBlock, GroupId, OperationId, PoolGeneration, Position, ProcessEpoch, Rank, RequestEpoch,
+    SourceBlock,
+};
+use kvsluice_layout::lease::LeaseTable;
+use kvsluice_layout::plan::{Operation, PlanDraft};
+use kvsluice_layout::planes::GeometryMap;
+use kvsluice_layout::presets::{Sizing, preset};
+use kvsluice_layout::record::{SourceKind, Terminal};
+use kvsluice_layout::region::{MIN_RING_BYTES, RegionMap};
+
+use crate::port::{Incoming, Outcome, Port, Ticket};
+use crate::producer::Producer;
+use crate::shared::Heap;
+
+/// One channel on the heap, with `ranks` ports that have answered their first Reset.
+pub(crate) struct Bench {
+    pub(crate) geometry: GeometryMap,
+    pub(crate) control: Heap,
+    pub(crate) segments: Vec<Heap>,
+    pub(crate) producer: Producer<Heap, Heap>,
+    pub(crate) ports: Vec<Port<Heap, Heap>>,
+}
+
+pub(crate) const PRODUCER: ProcessEpoch = ProcessEpoch(0xA11CE);
+
+pub(crate) fn worker_epoch(rank: u32) -> ProcessEpoch {
+    ProcessEpoch(0xB0B0 + u64::from(rank))
+}
+
+impl Bench {
+    pub(crate) fn new(ranks: u32) -> Self {
+        let sizing = Sizing {
+            source_blocks: Some(64),
+            device_blocks: Some(64),
+            ranks: Some(ranks),
+            ..Sizing::default()
+        };
+        let geometry = sizing.apply(preset("sample").expect("preset")).expect("sizing");
+        let geometry = GeometryMap::new(&geometry).expect("geometry");
+        let map = RegionMap::new(geometry.geometry(), MIN_RING_BYTES, 0, 64).expect("region");
+        let control = Heap::new(map.control_bytes());
+        let mut producer = Producer::new(control.clone(), map.clone(), LeaseTable::new(&geometry), PRODUCER);
+        let shape = producer.shape();
+        let mut segments = Vec::new();
+        let mut ports = Vec::new();
+        for rank in 0..ranks {
+            let segment = Heap::new(map.rank_bytes());
+            let first = producer.join(Rank(rank), segment.clone(), worker_epoch(rank), 100 + rank);
+            let leases = LeaseTable::new(&geometry);
+            ports.push(Port::new(
+                control.clone(),
+                segment.clone(),
+                shape,
+                leases,
+                worker_epoch(rank),
+                PRODUCER,
+                first,
+            ));
+            segments.push(segment);
+        }
+        let mut bench = Self {
+            geometry,
+            control,
+            segments,
+            producer,
+            ports,
+        };
+        bench.reset(PoolGeneration(1));
+        bench
+    }
+
+    pub(crate) fn reset(&mut self, generation: PoolGeneration) {
+        let mut draft = PlanDraft::new();
+        draft.reset(generation);
+        self.producer.publish(&draft).expect("reset passes");
+        for port in &mut self.ports {
+            let ticket = receive(port);
+            port.set_generation(generation);
+            port.finish(ticket, &Outcome::done(0, 0, 0));
+        }
+        self.producer.poll();
+        assert_eq!(
+            self.producer.next_completion().map(|c| c.terminal),
+            Some(Terminal::Done)
+        );
+    }
+}
+
+pub(crate) fn receive(port: &mut Port<Heap, Heap>) -> Ticket {
+    match port.receive() {
+        Ok(Some(Incoming::Plan(ticket))) => ticket,
+        other => panic!("expected a plan, found {other:?}"),
+    }
+}
+
+pub(crate) fn operation(id: u64) -> Operation {
+    Operation {
+        request_epoch: RequestEpoch(1),
+        operation_id: OperationId(id),
+        pool_generation: PoolGeneration(1),
+        ..Operation::default()
+    }
+}
+
+pub(crate) fn upload(id: u64, pairs: &[(u32, u32)]) -> PlanDraft {
+    let mut draft = PlanDraft::new();
+    let pairs = pairs.iter().map(|&(s, d)| (SourceBlock(s), DestinationBlock(d)));
+    draft
+        .upload(b"request", operation(id))
+        .row(DecoderLayer(0), GroupId(0), SourceKind::SourceOnly, pairs);
+    draft
+}
+
+#[test]
+fn x12_an_operation_is_done_only_when_every_rank_is_done() {
+    let mut bench = Bench::new(2);
+    let position = bench.producer.publish(&upload(1, &[(3, 5)])).expect("published");
+    let tickets: Vec<_> = bench.ports.iter_mut().map(receive).collect();
+    for (rank, (port, ticket)) in bench.ports.iter_mut().zip(tickets).enumerate() {
+        assert_eq!(bench.producer.poll(), 0, "not before rank {rank}");
+        assert_eq!(bench.producer.leases().source_leases(GroupId(0), SourceBlock(3)), 1);
+        port.finish(ticket, &Outcome::done(64, 10, 7));
+    }
+    assert_eq!(bench.producer.poll(), 1);
+    let completion = bench.producer.next_completion().expect("completion");
+    assert_eq!((completion.position, completion.terminal), (position, Terminal::Done));
+    assert_eq!((completion.bytes_moved, completion.digest), (128, Some(7)));
+    assert_eq!(bench.producer.leases().leased_blocks(), 0);
+    assert_eq!(bench.producer.reclaim(), bench.producer.tail());
+}
+
+#[test]
+fn x10_records_wrap_behind_padding_and_none_is_lost_for_many_laps() {
+    let seed = 0x5EED;
+    let mut random = fastrand::Rng::with_seed(seed);
+    let mut bench = Bench::new(4);
+    let mut open: Vec<Vec<Ticket>> = (0..4).map(|_| Vec::new()).collect();
+    let (mut published, mut done) = (0_u64, 0_u64);
+    while done < 20_000 {
+        let length = random.usize(1..40);
+        let mut blocks: Vec<u32> = (0..64).collect();
+        random.shuffle(&mut blocks);
+        let free = |b: &u32| {
+            bench
+                .producer
+                .leases()
+                .device_leases(GroupId(0), kvsluice_layout::ids::PhysicalBlock(*b))
+                == 0
+        };
+        let pairs: Vec<_> = blocks
+            .iter()
+            .copied()
+            .filter(free)
+            .take(length)
+            .map(|b| (random.u32(0..64), b))
+            .collect();
+        if !pairs.is_empty() && bench.producer.enqueue(&upload(published + 1, &pairs)).is_ok() {
+            published += 1;
+        }
+        if random.bool() {
+            bench.producer.flush();
+        }
+        for (port, open) in bench.ports.iter_mut().zip(&mut open) {
+            while random.u8(0..4) != 0 {
+                match port.receive().expect("whole ring") {
+                    Some(Incoming::Plan(ticket)) => open.push(ticket),
+                    Some(other) => panic!("seed {seed}: {other:?}"),
+                    None => break,
+                }
+            }
+            while !open.is_empty() && random.u8(0..3) != 0 {
+                let ticket = open.swap_remove(random.usize(0..open.len()));
+                port.finish(ticket, &Outcome::done(1, 1, 0));
+            }
+        }
+        bench.producer.poll();
+        while let Some(completion) = bench.producer.next_completion() {
+            assert_eq!(completion.terminal, Terminal::Done, "seed {seed}");
+            assert_eq!(completion.bytes_moved, 4, "seed {seed}: once per rank");
+            done += 1;
+        }
+    }
+    assert!(
+        bench.producer.tail().0 > 50 * MIN_RING_BYTES as u64,
+        "many laps: {}",
+        bench.producer.tail()
+    );
+}
+
+#[test]
+fn x25_a_new_producer_finds_in_the_journal_exactly_what_is_in_flight() {
+    let mut bench = Bench::new(2);
+    let first = bench.producer.publish(&upload(1, &[(3, 5)])).expect("published");
+    let second = bench.producer.publish(&upload(2, &[(4, 6)])).expect("published");
+    bench
+        .producer
+        .enqueue(&upload(3, &[(7, 7)]))
+        .expect("written, never committed");
+    let ticket = receive(&mut bench.ports[0]);
+    bench.ports[0].finish(ticket, &Outcome::done(64, 0, 0));
+    let map = bench.producer.map().clone();
+    let successor = ProcessEpoch(0xCAFE);
+    let survivors = (0..2)
+        .map(|r| (Rank(r), bench.segments[r as usize].clone(), worker_epoch(r), 100 + r))
+        .collect();
+    let leases = LeaseTable::new(&bench.geometry);
+    let mut producer =
+        Producer::take_over(bench.control.clone(), map, leases, successor, survivors).expect("taken over");
+    assert_eq!(producer.incarnation().0, 2);
+    assert_eq!(producer.in_flight(), 2, "the third was never published");
+    assert_eq!(producer.leases().source_leases(GroupId(0), SourceBlock(7)), 0);
+    for port in &mut bench.ports {
+        port.accept_producer(successor);
+        while let Ok(Some(Incoming::Plan(ticket))) = port.receive() {
+            port.finish(ticket, &Outcome::done(64, 0, 0));
+        }
+    }
+    producer.poll();
+    let ended: Vec<Position> = std::iter::from_fn(|| producer.next_completion())
+        .map(|c| c.position)
+        .collect();
+    assert_eq!(ended, [first, second]);
+    assert_eq!(producer.leases().leased_blocks(), 0);
+    producer.publish(&upload(4, &[(7, 7)])).expect("the channel goes on");
+}
