@@ -1,3 +1,11 @@
 //! How bytes move between the processes of a channel: segments, ring, completions, waiting, attach, recovery.
 
+#[cfg(not(loom))]
+pub mod limits;
+#[cfg(not(loom))]
+pub mod peers;
+#[cfg(not(loom))]
+pub mod runtime_dir;
+#[cfg(not(loom))]
+pub mod segment;
 pub mod shared;
