@@ -13,8 +13,8 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::{Backend, HugePages, Identity, Mode};
+use crate::names::ChannelName;
 use crate::peers::own_uid;
-use crate::runtime_dir::ChannelName;
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;

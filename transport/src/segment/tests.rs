@@ -7,7 +7,7 @@ use kvsluice_layout::planted::with_planted;
 use rustix::fs::{MemfdFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::*;
-use crate::runtime_dir::ChannelName;
+use crate::names::ChannelName;
 
 const RANK: SegmentKind = SegmentKind::Rank(Rank(3));
 
