@@ -15,3 +15,4 @@ pub mod presets;
 pub mod record;
 pub mod refusal;
 pub mod region;
+pub mod segment;
