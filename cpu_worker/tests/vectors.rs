@@ -1,0 +1,75 @@
+//! The conformance vectors, through the same door as `kvsluice eval`: our own, and the shared ones where they are present.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use kvsluice_cpu_worker::eval::{Domain, Evaluator};
+use serde_json::Value;
+
+const DOMAINS: [(&str, Domain); 5] = [
+    ("validate", Domain::Validate),
+    ("select", Domain::Select),
+    ("plan", Domain::Plan),
+    ("retain", Domain::Retain),
+    ("ledger", Domain::Ledger),
+];
+
+/// Where the answer lacks something that is expected, or has something else. Extra keys of an answer are allowed at its
+/// top level only.
+fn difference(expected: &Value, answer: &Value) -> Option<String> {
+    for (key, value) in expected.as_object()? {
+        if answer.get(key) != Some(value) {
+            return Some(format!("{key}: expected {value}, got {}", answer.get(key).unwrap_or(&Value::Null)));
+        }
+    }
+    None
+}
+
+/// Line endings of an input that is no JSON: a vector may give the `line` itself instead of `in`.
+fn line_of(step: &Value) -> String {
+    step.get("line").and_then(Value::as_str).map_or_else(|| step["in"].to_string(), str::to_owned)
+}
+
+/// Runs one file; returns how many answers were compared.
+fn run(folder: &Path, (name, domain): (&str, Domain)) -> usize {
+    let path = folder.join(format!("{name}.jsonl"));
+    let text = fs::read_to_string(&path).unwrap();
+    let mut evaluator = Evaluator::new(domain);
+    let mut compared = 0;
+    for (number, line) in (1..).zip(text.lines()) {
+        let vector: Value = serde_json::from_str(line).unwrap();
+        let single = [vector.clone()];
+        let steps = vector.get("seq").and_then(Value::as_array).map_or(&single[..], Vec::as_slice);
+        for (step, vector) in steps.iter().enumerate() {
+            let question = line_of(vector);
+            let answer: Value = serde_json::from_str(&evaluator.answer_line(question.as_bytes())).unwrap();
+            if let Some(difference) = difference(&vector["out"], &answer) {
+                let shown: String = question.chars().take(600).collect();
+                panic!("{}:{number} step {step}: {difference}\n  in {shown}", path.display());
+            }
+            compared += 1;
+        }
+    }
+    compared
+}
+
+#[test]
+fn every_vector_of_this_crate_is_answered_as_it_says() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("vectors");
+    for domain in DOMAINS {
+        assert!(run(&folder, domain) > 0);
+    }
+}
+
+#[test]
+fn every_shared_vector_is_answered_as_it_says() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let candidates: [PathBuf; 2] = [root.join("shared/vectors"), root.join("../shared/vectors")];
+    let Some(folder) = candidates.iter().find(|folder| folder.is_dir()) else {
+        println!("SKIPPED: no shared vectors beside this checkout");
+        return;
+    };
+    for domain in DOMAINS {
+        println!("{}: {} answers compared", domain.0, run(folder, domain));
+    }
+}
