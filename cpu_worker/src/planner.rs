@@ -366,3 +366,6 @@ fn largest(blocks: &[LogicalBlock]) -> Option<LogicalBlock> {
     let max = blocks.iter().fold(0, |max: u32, block| max.max(block.get()));
     (!blocks.is_empty()).then_some(LogicalBlock(max))
 }
+
+#[cfg(test)]
+mod tests;

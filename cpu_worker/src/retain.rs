@@ -337,3 +337,6 @@ fn same_keep(a: &[ResidentSlot], b: &[ResidentSlot]) -> bool {
 fn active<'a>(input: &RetainInput<'a>) -> impl Iterator<Item = &'a RetainLayer<'a>> {
     input.layers.iter().filter(|layer| layer.active)
 }
+
+#[cfg(test)]
+mod tests;

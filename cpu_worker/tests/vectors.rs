@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use kvsluice_cpu_worker::eval::{Domain, Evaluator};
+use kvsluice_layout::planted::with_planted;
 use serde_json::Value;
 
 const DOMAINS: [(&str, Domain); 5] = [
@@ -67,6 +68,40 @@ fn every_vector_of_this_crate_is_answered_as_it_says() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("vectors");
     for domain in DOMAINS {
         assert!(run(&folder, domain).unwrap() > 0);
+    }
+}
+
+#[test]
+fn each_planted_fault_turns_the_vectors_red() {
+    let faults = [
+        ("whole_no_sign_check", 0),
+        ("select_accepts_nan", 1),
+        ("select_no_tie_break", 1),
+        ("select_tail_by_id", 1),
+        ("plan_drop_rank_order", 2),
+        ("plan_no_full_fallback", 2),
+        ("plan_pad_duplicates", 2),
+        ("plan_tail_last_is_max", 2),
+        ("retain_any_order", 3),
+        ("retain_compare_as_sets", 3),
+        ("retain_prefix", 3),
+        ("ledger_counts_acks", 4),
+        ("ledger_epoch_ignored", 4),
+        ("ledger_first_rank_commits", 4),
+        ("ledger_retry_uploads_again", 4),
+        ("ledger_splits_ids", 4),
+        ("ledger_stale_ack_moves_back", 4),
+        ("ledger_zero_delta_moves_g", 4),
+        ("ledger_zero_delta_skips_ranks", 4),
+    ];
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("vectors");
+    for (fault, domain) in faults {
+        let outcome = with_planted(fault, || run(&folder, DOMAINS[domain]));
+        assert!(
+            outcome.is_err(),
+            "no vector of {} sees the planted fault {fault}",
+            DOMAINS[domain].0
+        );
     }
 }
 
