@@ -1,27 +1,29 @@
 //! How bytes move between the processes of a channel: segments, ring, completions, waiting, attach, recovery.
 
-#[cfg(not(loom))]
-#[cfg(not(loom))]
-#[cfg(not(loom))]
-#[cfg(not(loom))]
-#[cfg(not(loom))]
-#[cfg(not(loom))]
-#[cfg(not(loom))]
-
-#[cfg(all(test, not(loom)))]
-
-pub mod clock;
-pub mod limits;
-pub mod lock;
+// The protocol: runs on any memory, and so also under loom.
 pub mod members;
-pub mod names;
-pub mod peers;
 pub mod port;
 pub mod producer;
 pub mod recovery;
 pub mod ring;
-pub mod runtime_dir;
-pub mod segment;
 pub mod shared;
 pub mod slots;
+
+// The operating system.
+#[cfg(not(loom))]
+pub mod clock;
+#[cfg(not(loom))]
+pub mod limits;
+#[cfg(not(loom))]
+pub mod lock;
+#[cfg(not(loom))]
+pub mod names;
+#[cfg(not(loom))]
+pub mod peers;
+#[cfg(not(loom))]
+pub mod runtime_dir;
+#[cfg(not(loom))]
+pub mod segment;
+
+#[cfg(all(test, not(loom)))]
 mod test_process;
