@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod capability;
+pub mod content;
 pub mod geometry;
 pub mod ids;
 pub mod lease;

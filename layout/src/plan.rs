@@ -357,7 +357,11 @@ impl<'a> Plan<'a> {
     pub fn parse(record: &'a [u64]) -> Result<Self, Refusal> {
         let [commit, sum, behind @ ..] = record else {
             let (found, expected) = (record.len() as u64, LINE_BYTES as u64 / 8);
-            return Err(Refusal::Counts { what: "record words", found, expected });
+            return Err(Refusal::Counts {
+                what: "record words",
+                found,
+                expected,
+            });
         };
         let expected = checksum(*commit, behind.as_bytes());
         if *sum != expected {
