@@ -6,3 +6,4 @@
 pub mod copy;
 pub mod device;
 pub mod moves;
+pub mod readers;
