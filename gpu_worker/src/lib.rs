@@ -7,3 +7,4 @@ pub mod copy;
 pub mod device;
 pub mod moves;
 pub mod readers;
+pub mod tables;
