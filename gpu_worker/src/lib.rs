@@ -6,3 +6,5 @@
 pub mod copy;
 pub mod device;
 pub mod moves;
+pub mod readers;
+pub mod tables;

@@ -12,7 +12,7 @@ mod memory;
 mod pins;
 mod queues;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
