@@ -8,3 +8,4 @@ pub mod device;
 pub mod moves;
 pub mod readers;
 pub mod tables;
+pub mod worker;

@@ -1,6 +1,6 @@
 //! Synthetic block content: what `run` fills the pool with, so that every byte at a destination can be checked.
 //!
-//! A block's content follows from its tag (the trace's hash of the prefix block), the layer, the shard, the plane and the
+//! A block's content follows from its tag (the trace's hash of the prefix block), the layer's tensor, the shard, the plane and the
 //! place within the plane. Any early reuse, wrong address, swapped plane or shard, and torn copy shows as wrong bytes.
 
 /// 2⁶⁴ / φ, made odd: the increment of SplitMix64 (Steele, Lea, Flood 2014).
@@ -13,9 +13,9 @@ const fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Seed of one plane of one shard of a block.
-pub const fn seed(tag: u64, layer: u32, shard: u32, plane: u32) -> u64 {
-    let place = (layer as u64) << 40 ^ (shard as u64) << 20 ^ plane as u64;
+/// Seed of one plane of one shard of a block. `tensor` is the layer's, so that layers which alias have equal content.
+pub const fn seed(tag: u64, tensor: u32, shard: u32, plane: u32) -> u64 {
+    let place = (tensor as u64) << 40 ^ (shard as u64) << 20 ^ plane as u64;
     mix(mix(tag.wrapping_add(GOLDEN)) ^ mix(place.wrapping_mul(GOLDEN)))
 }
 

@@ -197,6 +197,20 @@ pub enum Refusal {
         /// Slots of the area.
         slots: u64,
     },
+    /// A rank that has no room for another request's tables.
+    #[error("{found} requests have tables, the most is {most}: finish requests first, or raise the limit on all ranks")]
+    Requests {
+        /// Requests with tables.
+        found: u32,
+        /// Most requests.
+        most: u32,
+    },
+    /// Moves that cannot be ordered, or a table that cannot be built.
+    #[error("row {row}: the table or the moves of this row contradict each other or the geometry")]
+    Rows {
+        /// The row.
+        row: u32,
+    },
     /// A record that this rank cannot place in its request's history.
     #[error("request epoch or revision: found {found}, expected {expected}: the request is unknown or has moved on")]
     Revision {
@@ -234,6 +248,8 @@ impl Refusal {
             Self::Table { .. } => 21,
             Self::WriteBackRange { .. } => 22,
             Self::Revision { .. } => 23,
+            Self::Requests { .. } => 24,
+            Self::Rows { .. } => 25,
         }
     }
 
@@ -252,7 +268,8 @@ impl Refusal {
             | Self::DestinationInFlight { row, .. }
             | Self::SourceInFlight { row, .. }
             | Self::NotPinned { row, .. }
-            | Self::Table { row, .. } => *row,
+            | Self::Table { row, .. }
+            | Self::Rows { row } => *row,
             _ => u32::MAX,
         }
     }
@@ -285,6 +302,8 @@ pub const fn reason(code: u16) -> &'static str {
         21 => "tables differ",
         22 => "write-back range",
         23 => "stale revision",
+        24 => "too many requests",
+        25 => "contradicting rows",
         _ => "unknown reason",
     }
 }

@@ -223,6 +223,14 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
         self.open.iter().filter(|open| !open.answered).count()
     }
 
+    /// True where the record at `position` was accepted and is not answered yet.
+    pub fn is_unanswered(&self, position: Position) -> bool {
+        let at = self.open.binary_search_by_key(&position.0, |open| open.position);
+        at.ok()
+            .and_then(|at| self.open.get(at))
+            .is_some_and(|open| !open.answered)
+    }
+
     /// True where a record waits: one load, without ordering.
     #[inline]
     pub fn has_next(&self) -> bool {

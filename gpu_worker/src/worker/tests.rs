@@ -1,0 +1,342 @@
+//! One worker on the stepped host device, with the production producer on the same heap.
+
+use kvsluice_layout::content;
+use kvsluice_layout::ids::{
+    DecoderLayer, DestinationBlock, GroupId, MapRevision, OperationId, PoolGeneration, ProcessEpoch, Rank,
+    RequestEpoch, SelectionRevision, SourceBlock,
+};
+use kvsluice_layout::lease::LeaseTable;
+use kvsluice_layout::plan::{Operation, PlanDraft};
+use kvsluice_layout::planes::GeometryMap;
+use kvsluice_layout::planted::with_planted;
+use kvsluice_layout::presets::{Sizing, preset};
+use kvsluice_layout::record::{NEW_SLOT, Pair, RetainMode, SourceKind, Terminal};
+use kvsluice_layout::region::{MIN_RING_BYTES, RegionMap};
+use kvsluice_transport::port::Port;
+use kvsluice_transport::producer::{Completion, Producer};
+use kvsluice_transport::shared::Heap;
+
+use super::{Step, Verifier, Verify, Worker, WorkerSpec};
+use crate::copy::HostPool;
+use crate::device::adversary::Adversary;
+use crate::device::host::{HostDevice, Stepper};
+use crate::device::{Access, Device, DeviceSpec, HostSpan};
+use crate::tables::{TableLimits, TableStore};
+
+const SLOTS: usize = 8;
+
+struct Rig {
+    // Dropped first: the device copies from `pool` until it is gone.
+    worker: Worker<Heap, Heap, HostDevice>,
+    stepper: Stepper,
+    producer: Producer<Heap, Heap>,
+    map: GeometryMap,
+    pool: Box<[u8]>,
+    now_ns: u64,
+}
+
+fn request(id: u64) -> Operation {
+    Operation {
+        request_epoch: RequestEpoch(1),
+        operation_id: OperationId(id),
+        pool_generation: PoolGeneration(1),
+        map_revision: MapRevision(id),
+        selection_revision: SelectionRevision(id),
+    }
+}
+
+impl Rig {
+    fn new(name: &str, adversary: Adversary) -> Self {
+        let sizing = Sizing {
+            source_blocks: Some(64),
+            device_blocks: Some(64),
+            ranks: Some(1),
+            ..Sizing::default()
+        };
+        let geometry = sizing.apply(preset(name).expect("preset")).expect("sizing");
+        let map = GeometryMap::new(&geometry).expect("geometry");
+        let slot_bytes = map.writeback_slot_bytes();
+        let regions = RegionMap::new(&geometry, MIN_RING_BYTES, SLOTS, slot_bytes as usize).expect("regions");
+        let control = Heap::new(regions.control_bytes());
+        let segment = Heap::new(regions.rank_bytes());
+        let epochs = (ProcessEpoch(11), ProcessEpoch(22));
+        let mut producer = Producer::new(control.clone(), regions, LeaseTable::new(&map), epochs.0);
+        let first = producer.join(Rank(0), segment.clone(), epochs.1, 7);
+        let shape = producer.shape();
+        let port = Port::new(
+            control,
+            segment,
+            shape,
+            LeaseTable::new(&map),
+            epochs.1,
+            epochs.0,
+            first,
+        );
+        let limits = TableLimits {
+            requests_max: 4,
+            blocks_max: 64,
+        };
+        let spec = DeviceSpec::allocate(map.device_bytes(), TableStore::new(&map, limits).spec());
+        let mut device = HostDevice::stepped(spec, adversary).expect("device");
+        let stepper = device.stepper();
+        let mut pool = vec![0_u8; map.pool_bytes() as usize].into_boxed_slice();
+        let ends = [map.pool_bytes()];
+        // SAFETY: `pool` is dropped after the worker and its device, and is written only between steps.
+        let span = unsafe { HostSpan::new(pool.as_mut_ptr(), ends[0], Access::ReadOnly) };
+        let region = device.register_all(span, &ends).expect("registered");
+        let verifier = Verifier::new(Verify::Full, &mut device, 4096).expect("verifier");
+        let spec = WorkerSpec {
+            rank: Rank(0),
+            pool: HostPool::new(region, &ends),
+            write_back: None,
+            write_back_slots: (0, slot_bytes),
+            tables: limits,
+            verifier,
+            watchdog_ns: 0,
+        };
+        let worker = Worker::new(port, map.clone(), device, spec);
+        let mut pair = Self {
+            worker,
+            stepper,
+            producer,
+            map,
+            pool,
+            now_ns: 0,
+        };
+        let mut draft = PlanDraft::new();
+        draft.reset(PoolGeneration(1));
+        assert_eq!(pair.run(&draft).terminal, Terminal::Done);
+        pair
+    }
+
+    /// Fills every plane of a source block with the content of `tag`.
+    fn fill(&mut self, group: GroupId, block: u32, tag: u64) {
+        let layers = self.map.geometry().layers.clone();
+        for (layer, index) in layers.iter().zip(0..) {
+            if layer.group != group {
+                continue;
+            }
+            let layer_map = self.map.layer(DecoderLayer(index)).expect("layer");
+            for (plane, at) in self.map.planes(Rank(0), DecoderLayer(index)).iter().zip(0..) {
+                let from = plane.host_at(SourceBlock(block)) as usize;
+                let seed = content::seed(tag, layer_map.tensor, 0, at);
+                content::fill(seed, &mut self.pool[from..from + plane.bytes as usize]);
+            }
+        }
+    }
+
+    fn settle(&mut self) -> Option<Completion> {
+        for _ in 0..10_000 {
+            self.now_ns += 1000;
+            let step = self.worker.step(self.now_ns).expect("worker");
+            self.producer.poll_thorough();
+            if let Some(completion) = self.producer.next_completion() {
+                return Some(completion);
+            }
+            if step != Step::Worked {
+                self.stepper.step();
+            }
+        }
+        None
+    }
+
+    fn run(&mut self, draft: &PlanDraft) -> Completion {
+        self.producer.publish(draft).expect("published");
+        self.settle().expect("completion")
+    }
+
+    fn upload(&self, id: u64, blocks: &[(u32, u32)]) -> PlanDraft {
+        let mut draft = PlanDraft::new();
+        draft.upload(b"a-request", request(id));
+        for (layer, index) in self.map.geometry().layers.iter().zip(0..) {
+            if layer.alias_of.is_none() {
+                let pairs = blocks.iter().map(|&(s, d)| (SourceBlock(s), DestinationBlock(d)));
+                draft.row(DecoderLayer(index), layer.group, SourceKind::SourceOnly, pairs);
+                draft.tags(blocks.iter().map(|&(s, _)| tag(s)));
+            }
+        }
+        draft
+    }
+}
+
+fn tag(source: u32) -> u64 {
+    1000 + u64::from(source)
+}
+
+fn retain(pair: &Rig, id: u64, mode: RetainMode, table: &[(u32, u32)], tags: &[u64]) -> PlanDraft {
+    let mut draft = PlanDraft::new();
+    draft.retain(b"a-request", request(id), mode);
+    let pairs = || table.iter().map(|&(source, destination)| Pair { source, destination });
+    for (layer, index) in pair.map.geometry().layers.iter().zip(0..) {
+        let layer_id = (mode != RetainMode::SharedTable).then_some(DecoderLayer(index));
+        let first_of_group =
+            pair.map.geometry().layers.iter().position(|l| l.group == layer.group) == Some(index as usize);
+        if layer.alias_of.is_none() && (mode != RetainMode::SharedTable || first_of_group) {
+            draft.table_row(layer_id, layer.group, 0, pairs());
+            draft.tags(tags.iter().copied());
+        }
+    }
+    draft
+}
+
+fn filled(name: &str, adversary: Adversary) -> Rig {
+    let mut pair = Rig::new(name, adversary);
+    for group in 0..pair.map.geometry().groups.len() as u32 {
+        for block in 1..20 {
+            pair.fill(GroupId(group), block, tag(block));
+        }
+    }
+    pair
+}
+
+#[test]
+fn x13_an_upload_is_done_when_its_bytes_are_there_on_every_preset_shape() {
+    for name in ["sample", "sample-hybrid"] {
+        let mut pair = filled(name, Adversary::late(3));
+        let draft = pair.upload(1, &[(3, 5), (4, 6), (5, 9)]);
+        assert_eq!(pair.run(&draft).terminal, Terminal::Done, "{name}");
+        let counts = pair.worker.counts();
+        assert_eq!(
+            (counts.mismatched_bytes, counts.verified_bytes),
+            (0, counts.bytes_h2d),
+            "{name}"
+        );
+        assert!(counts.bytes_h2d > 0, "{name}");
+    }
+}
+
+#[test]
+fn r57_tables_change_with_a_retain_and_are_verified_as_attention_reads_them() {
+    for mode in [RetainMode::SharedTable, RetainMode::LayerTables, RetainMode::ByteMove] {
+        let mut pair = filled("sample", Adversary::late(4));
+        let upload = pair.upload(1, &[(3, 5), (4, 6), (5, 9)]);
+        assert_eq!(pair.run(&upload).terminal, Terminal::Done);
+        assert_eq!(
+            pair.worker.tables().table(b"a-request", DecoderLayer(0)),
+            Some((&[][..], 0)),
+            "not before a Retain"
+        );
+        let first = retain(
+            &pair,
+            2,
+            RetainMode::SharedTable,
+            &[(NEW_SLOT, 5), (NEW_SLOT, 6), (NEW_SLOT, 9)],
+            &[tag(3), tag(4), tag(5)],
+        );
+        assert_eq!(pair.run(&first).terminal, Terminal::Done);
+        // Keep slots 0 and 2: by remap the table is [5, 9]; by byte move block 9 moves to 6.
+        let (table, expected): (&[(u32, u32)], &[u32]) = match mode {
+            RetainMode::ByteMove => (&[(5, 5), (9, 6)], &[5, 6]),
+            _ => (&[(0, 5), (2, 9)], &[5, 9]),
+        };
+        let second = retain(&pair, 3, mode, table, &[tag(3), tag(5)]);
+        let before = pair.worker.counts().verified_bytes;
+        assert_eq!(pair.run(&second).terminal, Terminal::Done, "{mode:?}");
+        let counts = pair.worker.counts();
+        assert_eq!(
+            pair.worker.tables().table(b"a-request", DecoderLayer(1)),
+            Some((expected, 0)),
+            "{mode:?}"
+        );
+        assert!(
+            counts.verified_bytes > before && counts.mismatched_bytes == 0,
+            "{mode:?}"
+        );
+        assert_eq!(
+            counts.bytes_d2d > 0,
+            mode == RetainMode::ByteMove,
+            "R1: byte movement is its own counter"
+        );
+    }
+}
+
+#[test]
+fn r53_a_remap_of_a_slot_that_holds_another_block_is_rejected_and_changes_nothing() {
+    let mut pair = filled("sample", Adversary::late(5));
+    let upload = pair.upload(1, &[(3, 5), (4, 6)]);
+    assert_eq!(pair.run(&upload).terminal, Terminal::Done);
+    let table = retain(
+        &pair,
+        2,
+        RetainMode::SharedTable,
+        &[(NEW_SLOT, 5), (NEW_SLOT, 6)],
+        &[tag(3), tag(4)],
+    );
+    assert_eq!(pair.run(&table).terminal, Terminal::Done);
+    let wrong = retain(&pair, 3, RetainMode::SharedTable, &[(0, 6)], &[tag(4)]);
+    let completion = pair.run(&wrong);
+    assert_eq!((completion.terminal, completion.reason), (Terminal::Rejected, 21));
+    assert_eq!(
+        pair.worker.tables().table(b"a-request", DecoderLayer(0)),
+        Some((&[5, 6][..], 0))
+    );
+}
+
+#[test]
+fn x14_a_source_that_is_refilled_before_its_terminal_shows_as_wrong_bytes() {
+    let mut pair = filled("sample", Adversary::late(6));
+    let draft = pair.upload(1, &[(3, 5)]);
+    pair.producer.publish(&draft).expect("published");
+    pair.now_ns += 1;
+    pair.worker.step(pair.now_ns).expect("worker");
+    // The lease says that block 3 may not be refilled yet; this refill ignores it.
+    assert_eq!(
+        pair.producer.leases().source_leases(GroupId(0), SourceBlock(3)),
+        pair.map.geometry().layers.len() as u32
+    );
+    pair.fill(GroupId(0), 3, 77);
+    assert_eq!(pair.settle().map(|c| c.terminal), Some(Terminal::Done));
+    assert!(
+        pair.worker.counts().mismatched_bytes > 0,
+        "the adversarial device must catch an early reuse"
+    );
+}
+
+#[test]
+fn x15_an_abort_supersedes_what_has_not_started_and_drains_what_runs() {
+    // Not started: both records are read in one step.
+    let mut pair = filled("sample", Adversary::late(7));
+    let position = pair.producer.publish(&pair.upload(1, &[(3, 5)])).expect("published");
+    let mut abort = PlanDraft::new();
+    abort.abort(b"a-request", request(1), position);
+    pair.now_ns += 1;
+    pair.worker.step(pair.now_ns).expect("submitted");
+    pair.producer.publish(&abort).expect("abort passes");
+    let ended: Vec<_> = (0..2).filter_map(|_| pair.settle()).map(|c| c.terminal).collect();
+    assert_eq!(ended, [Terminal::Superseded, Terminal::Done]);
+    assert_eq!(pair.producer.leases().leased_blocks(), 0);
+    assert_eq!(
+        pair.worker.tables().get(b"a-request").is_some(),
+        false,
+        "an aborted upload leaves no state"
+    );
+    // The planted fault: a worker that ignores the Abort answers Done.
+    let ended = with_planted("x15_abort_ignored", || {
+        let position = pair.producer.publish(&pair.upload(2, &[(3, 5)])).expect("published");
+        abort.abort(b"a-request", request(2), position);
+        pair.producer.publish(&abort).expect("abort passes");
+        (0..2)
+            .filter_map(|_| pair.settle())
+            .map(|c| c.terminal)
+            .collect::<Vec<_>>()
+    });
+    assert_eq!(ended, [Terminal::Done, Terminal::Done]);
+}
+
+#[test]
+fn x24a_a_reset_supersedes_what_waits_empties_the_tables_and_sets_the_generation() {
+    let mut pair = filled("sample", Adversary::late(8));
+    let upload = pair.upload(1, &[(3, 5)]);
+    assert_eq!(pair.run(&upload).terminal, Terminal::Done);
+    let mut reset = PlanDraft::new();
+    reset.reset(PoolGeneration(2));
+    assert_eq!(pair.run(&reset).terminal, Terminal::Done);
+    assert_eq!(pair.worker.tables().export().count(), 0);
+    assert_eq!(pair.worker.port().generation(), PoolGeneration(2));
+    let stale = pair.run(&upload);
+    assert_eq!(
+        (stale.terminal, stale.reason),
+        (Terminal::Rejected, 20),
+        "a record of the old generation"
+    );
+}
