@@ -11,13 +11,21 @@ pub mod slots;
 
 // The operating system.
 #[cfg(not(loom))]
+pub mod attach;
+#[cfg(not(loom))]
 pub mod clock;
 #[cfg(not(loom))]
 pub mod limits;
 #[cfg(not(loom))]
+pub mod link;
+#[cfg(not(loom))]
+pub mod liveness;
+#[cfg(not(loom))]
 pub mod lock;
 #[cfg(not(loom))]
 pub mod names;
+#[cfg(not(loom))]
+pub mod parcel;
 #[cfg(not(loom))]
 pub mod peers;
 #[cfg(not(loom))]

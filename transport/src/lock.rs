@@ -239,10 +239,10 @@ impl LockWatch {
     /// # Errors
     /// The system's error, which proves nothing.
     pub fn holder(&self) -> io::Result<Option<Holder>> {
-        if let Some(holder) = own_holder(&OWN.lock(), Some(self.identity)) {
-            return Ok(Some(holder));
-        }
-        let holder = holder_of(&self.file)?;
+        let holder = match own_holder(&OWN.lock(), Some(self.identity)) {
+            Some(own) => Some(own),
+            None => holder_of(&self.file)?,
+        };
         let replaced = |holder: &Holder| match (self.epoch, holder.said) {
             (Some(watched), Some((epoch, _))) => watched != epoch,
             _ => false,

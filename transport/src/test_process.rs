@@ -27,12 +27,24 @@ impl Second {
 
     /// As `start`, with a planted fault switched on over there.
     pub(crate) fn start_planted(part: &str, fault: &str) -> Self {
+        Self::spawn(part, |command| {
+            command.env(kvsluice_layout::planted::PLANTED_ENV, fault)
+        })
+    }
+
+    /// As `start`, as another user: for root only.
+    pub(crate) fn start_as(part: &str, uid: u32) -> Self {
+        Self::spawn(part, |command| std::os::unix::process::CommandExt::uid(command, uid))
+    }
+
+    fn spawn(part: &str, with: impl FnOnce(&mut Command) -> &mut Command) -> Self {
         let name = std::thread::current().name().expect("a test has a name").to_owned();
         let mut command = Command::new(std::env::current_exe().expect("the test binary"));
-        command
-            .args(["--exact", &name, "--nocapture", "--quiet"])
-            .env(PART, part);
-        command.env(kvsluice_layout::planted::PLANTED_ENV, fault);
+        with(
+            command
+                .args(["--exact", &name, "--nocapture", "--quiet"])
+                .env(PART, part),
+        );
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

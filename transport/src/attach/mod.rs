@@ -1,0 +1,215 @@
+//! How processes find each other: the messages of attaching (X20) and of taking a channel over (X25).
+//!
+//! A worker attaches: `Hello` → `Welcome` with three descriptors → `Attached`, or `Refused`, or `Failed`. The producer's
+//! side is [`Reception`], the worker's [`Joining`]. A new producer calls on every worker that it finds: `Takeover` →
+//! `Surviving` with what the worker holds → `Adopt` or `Drain`. The producer's side is [`Takeover`], the worker's
+//! [`Survivor`]. All of them are polled: none blocks, none has a thread, none allocates per byte that a stranger sends.
+
+mod joining;
+mod porch;
+mod reception;
+mod survivor;
+mod takeover;
+
+use std::fmt;
+
+use kvsluice_layout::ids::{ChannelId, Incarnation, PoolGeneration, ProcessEpoch, Rank};
+use serde::{Deserialize, Serialize};
+
+pub use joining::{Accepted, AttachError, Joining, Offer, Segments};
+pub use porch::{Limits, Turned};
+pub use reception::{Admission, Admitted, Arrival, Newcomer, Reception};
+pub use survivor::{Holdings, Survivor, SurvivorState, Verdict};
+pub use takeover::{RESIDENCY_BYTES_MAX, Reunion, Survived, Takeover, TakeoverError};
+
+/// Version of these messages. Another major version is refused; a minor one only adds fields (X4).
+pub const PROTOCOL: Protocol = Protocol { major: 1, minor: 0 };
+
+/// A version of the messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Protocol {
+    /// Raised when an older peer would misunderstand.
+    pub major: u32,
+    /// Raised when something is added.
+    pub minor: u32,
+}
+
+impl fmt::Display for Protocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// What every first message begins with, whatever else its version says.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Envelope {
+    protocol: Protocol,
+}
+
+/// Two sides that do not fit, told to both in the same words (X20).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+pub struct Mismatch {
+    /// What was compared.
+    pub field: String,
+    /// What the other side has.
+    pub found: String,
+    /// What the side that found it out has or needs.
+    pub expected: String,
+    /// What to do.
+    pub remedy: String,
+    /// The process that is in the way, where one is.
+    pub holder_pid: Option<u32>,
+}
+
+impl Mismatch {
+    /// A mismatch that no process is in the way of.
+    pub fn new(
+        field: impl Into<String>,
+        found: impl fmt::Display,
+        expected: impl fmt::Display,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self {
+            field: field.into(),
+            found: found.to_string(),
+            expected: expected.to_string(),
+            remedy: remedy.into(),
+            holder_pid: None,
+        }
+    }
+
+    /// A role that another process fills (X20).
+    pub fn occupied(field: impl Into<String>, found: impl fmt::Display, holder_pid: Option<u32>) -> Self {
+        let holder = holder_pid.map_or_else(|| "another process".into(), |pid| format!("pid {pid}"));
+        Self {
+            holder_pid,
+            ..Self::new(field, found, holder, "stop that process first or use another channel")
+        }
+    }
+
+    fn protocol(found: Protocol) -> Self {
+        Self::new(
+            "protocol version",
+            found,
+            PROTOCOL,
+            "run the same kvsluice release on both sides",
+        )
+    }
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // A peer may have written this: no control characters in the log.
+        let (field, found) = (self.field.escape_debug(), self.found.escape_debug());
+        let (expected, remedy) = (self.expected.escape_debug(), self.remedy.escape_debug());
+        write!(f, "{field} is {found}, expected {expected}; {remedy}")
+    }
+}
+
+/// A worker's first message.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Always the first thing to be compared.
+    pub protocol: Protocol,
+    /// Layout hash of the worker's build.
+    pub layout_hash: u64,
+    /// The rank that it wants to be.
+    pub rank: Rank,
+    /// Its process start.
+    pub worker_epoch: ProcessEpoch,
+    /// Its pid as it sees itself.
+    pub pid: u32,
+    /// What it can do (R20): compared by the producer.
+    pub capability: serde_json::Value,
+}
+
+/// The producer's answer to a worker that fits. Comes with three descriptors: control and pool for reading, the rank's
+/// own segment for writing.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Welcome {
+    /// Version of the producer's messages.
+    pub protocol: Protocol,
+    /// The channel.
+    pub channel: ChannelId,
+    /// How often the channel was taken over.
+    pub incarnation: Incarnation,
+    /// The producer's process start.
+    pub producer_epoch: ProcessEpoch,
+    /// Number of ranks.
+    pub ranks: u32,
+    /// The geometry, as TOML.
+    pub geometry: String,
+    /// Lines of the plan ring.
+    pub ring_lines: u64,
+    /// Size of the write-back area in bytes.
+    pub writeback_bytes: u64,
+    /// Where the segments live.
+    pub mode: crate::segment::Mode,
+    /// The pools' generation.
+    pub pool_generation: PoolGeneration,
+    /// What the producer can do and what was agreed: compared by the worker.
+    pub capability: serde_json::Value,
+}
+
+/// A new producer's first message to a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Call {
+    /// Always the first thing to be compared.
+    pub protocol: Protocol,
+    /// Layout hash of the producer's build.
+    pub layout_hash: u64,
+    /// The new producer's process start.
+    pub producer_epoch: ProcessEpoch,
+    /// Its pid as it sees itself.
+    pub pid: u32,
+}
+
+/// A worker's answer to a new producer. Comes with the descriptors of control, pool and the rank's own segment, and of a
+/// parcel with what the worker knows of its device (X25).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Surviving {
+    /// The worker's rank.
+    pub rank: Rank,
+    /// Its process start.
+    pub worker_epoch: ProcessEpoch,
+    /// Its pid as it sees itself.
+    pub pid: u32,
+    /// The channel that it belongs to.
+    pub channel: ChannelId,
+    /// The incarnation that it worked for last.
+    pub incarnation: Incarnation,
+    /// The producer that it worked for last.
+    pub producer_epoch: ProcessEpoch,
+    /// Where the segments live.
+    pub mode: crate::segment::Mode,
+}
+
+/// What a worker says.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "say", rename_all = "snake_case")]
+enum WorkerSays {
+    Hello(Hello),
+    Attached,
+    Failed(Mismatch),
+    Surviving(Surviving),
+    Refused(Mismatch),
+}
+
+/// What a producer says.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "say", rename_all = "snake_case")]
+enum ProducerSays {
+    Welcome(Box<Welcome>),
+    Refused(Mismatch),
+    Takeover(Call),
+    Adopt {
+        incarnation: Incarnation,
+        producer_epoch: ProcessEpoch,
+    },
+    Drain {
+        reason: String,
+    },
+}
+
+#[cfg(test)]
+mod tests;
