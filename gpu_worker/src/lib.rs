@@ -6,6 +6,7 @@
 pub mod copy;
 pub mod device;
 pub mod moves;
+pub mod process;
 pub mod readers;
 pub mod tables;
 pub mod worker;

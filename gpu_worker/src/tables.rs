@@ -419,6 +419,11 @@ impl TableStore {
         self.generation
     }
 
+    /// Number of groups.
+    pub fn groups(&self) -> u32 {
+        self.shape.blocks.len() as u32
+    }
+
     /// Digest of the state of all requests: equal on all ranks that hold equal state, whatever the order of events (I9).
     pub const fn digest(&self) -> u64 {
         self.digest

@@ -6,6 +6,7 @@
 
 pub mod capability;
 pub mod content;
+pub mod export;
 pub mod geometry;
 pub mod ids;
 pub mod lease;

@@ -32,6 +32,9 @@ pub mod peers;
 pub mod runtime_dir;
 #[cfg(not(loom))]
 pub mod segment;
+pub mod wait;
+#[cfg(not(loom))]
+pub mod watcher;
 
 #[cfg(all(test, not(loom)))]
 mod test_process;

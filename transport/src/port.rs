@@ -218,6 +218,11 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
         self.generation
     }
 
+    /// Number of records answered so far, padding included.
+    pub fn answers(&self) -> u64 {
+        self.terminals
+    }
+
     /// Number of records that were accepted and not answered yet.
     pub fn unanswered(&self) -> usize {
         self.open.iter().filter(|open| !open.answered).count()
