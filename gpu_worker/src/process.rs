@@ -29,7 +29,7 @@ use kvsluice_transport::names::{ChannelName, ChannelNameError, Role};
 use kvsluice_transport::peers::Peers;
 use kvsluice_transport::port::Port;
 use kvsluice_transport::ring::RingShape;
-use kvsluice_transport::runtime_dir::{ChannelDir, RuntimeDir, RuntimeDirError};
+use kvsluice_transport::runtime_dir::{RuntimeDir, RuntimeDirError};
 use kvsluice_transport::segment::{Mapping, MappingMut};
 use kvsluice_transport::shared::Shared;
 use kvsluice_transport::wait::{Futexes, Idle, Waiter, wake_sleepers};
