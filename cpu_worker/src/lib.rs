@@ -4,6 +4,7 @@
 //! run in production, in the property tests and behind `kvsluice eval` ([`eval`]) alike. Data takes one path through
 //! them: scores → [`selector`] → [`planner`] → upload → [`ledger`] commit → [`retain`] → release.
 
+pub mod bench_planner;
 pub mod block_set;
 pub mod diff_plan;
 pub mod eval;
