@@ -464,3 +464,6 @@ fn release_all(
 fn block_count(len: usize) -> BlockCount {
     BlockCount(u32::try_from(len).unwrap_or(u32::MAX))
 }
+
+#[cfg(test)]
+mod tests;

@@ -807,6 +807,7 @@ fn each_planted_fault_breaks_an_invariant() {
         ("ledger_splits_ids", ""),
         ("ledger_stale_ack_moves_back", "I4"),
         ("ledger_zero_delta_moves_g", ""),
+        ("ledger_zero_delta_not_finalised", ""),
         ("ledger_zero_delta_skips_ranks", ""),
         ("owner_frees_shared", ""),
         ("owner_ignores_prefix", ""),
