@@ -6,6 +6,7 @@
 
 pub mod bench_planner;
 pub mod block_set;
+pub mod compare;
 pub mod cost;
 pub mod diff_plan;
 pub mod eval;
