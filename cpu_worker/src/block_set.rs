@@ -92,6 +92,15 @@ impl<Id: BlockNumber> BlockSet<Id> {
             .is_some_and(|word| word & (1_u64 << (number & 63)) != 0)
     }
 
+    /// How many members `other` does not have.
+    pub fn difference_len(&self, other: &Self) -> u32 {
+        self.words
+            .iter()
+            .zip(&other.words)
+            .map(|(&bits, &gone)| (bits & !gone).count_ones())
+            .sum()
+    }
+
     /// Appends the members, ascending, to `out`.
     pub fn append_to(&self, out: &mut Vec<Id>) {
         for (word, &bits) in (0_u32..).zip(&self.words) {

@@ -394,6 +394,12 @@ impl Ledger {
                 current: life.revision,
             });
         }
+        if submission.bytes == 0 && planted("ledger_zero_delta_not_finalised") {
+            return Ok(Submitted::Reused {
+                map_revision: life.map_revision,
+                revision: life.revision,
+            });
+        }
         // R44: the residency advances only with bytes.
         let advance = submission.bytes > 0 || planted("ledger_zero_delta_moves_g");
         let map_revision = MapRevision(life.map_revision.get() + u64::from(advance));

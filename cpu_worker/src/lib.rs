@@ -4,12 +4,21 @@
 //! run in production, in the property tests and behind `kvsluice eval` ([`eval`]) alike. Data takes one path through
 //! them: scores → [`selector`] → [`planner`] → upload → [`ledger`] commit → [`retain`] → release.
 
+pub mod bench_planner;
 pub mod block_set;
+pub mod compare;
+pub mod cost;
 pub mod diff_plan;
 pub mod eval;
+pub mod invariants;
 pub mod ledger;
+pub mod owner;
 pub mod planner;
 pub mod rank_set;
+pub mod residency;
 pub mod retain;
+pub mod retain_steps;
+pub mod selection;
 pub mod selector;
+pub mod table;
 pub mod whole_blocks;

@@ -40,8 +40,9 @@ pub struct LayerInput<'a> {
 }
 
 impl<'a> LayerInput<'a> {
-    fn valid_held(&self) -> impl Iterator<Item = LogicalBlock> + 'a {
-        self.held.iter().take(self.held_valid.index()).copied().flatten() // R39
+    /// The slots that count.
+    fn valid_slots(&self) -> &'a [Option<LogicalBlock>] {
+        self.held.get(..self.held_valid.index()).unwrap_or(self.held)
     }
 }
 
@@ -210,8 +211,7 @@ impl Planner {
             } else {
                 largest(layer.tail)
             };
-            let held = layer.valid_held().fold(None, |max, block| max.max(Some(block)));
-            let layer_max = largest(layer.want).max(tail).max(held);
+            let layer_max = largest(layer.want).max(tail).max(largest_held(layer.valid_slots()));
             if let Some(block) = layer_max.filter(|block| block.get() >= input.seq_blocks.get()) {
                 return Err(PlanError::OutOfRange {
                     layer: layer.layer,
@@ -241,16 +241,14 @@ impl Planner {
                 }
             }
             scratch.held.reset(bound);
-            // R29: what is held is not uploaded again.
-            scratch.delta = u32::try_from(layer.want.len()).unwrap_or(u32::MAX);
-            for block in layer.valid_held() {
-                if scratch.held.insert(block) {
-                    scratch.delta -= u32::from(scratch.want.contains(block));
-                } else {
+            for &slot in layer.valid_slots() {
+                let Some(block) = slot else { continue }; // R39
+                if !scratch.held.insert(block) {
                     // Reported only when no layer wants a block twice.
                     duplicate_held = duplicate_held.or(Some((layer.layer, block)));
                 }
             }
+            scratch.delta = scratch.want.difference_len(&scratch.held); // R29
         }
         duplicate_held.map_or(Ok(()), |(layer, block)| Err(PlanError::DuplicateHeld { layer, block }))
     }
@@ -359,6 +357,15 @@ fn in_rank_order(tail: &[LogicalBlock]) -> impl Iterator<Item = LogicalBlock> {
 
 fn active<'a>(input: &PlanInput<'a>) -> impl Iterator<Item = &'a LayerInput<'a>> {
     input.layers.iter().filter(|layer| layer.active)
+}
+
+/// The largest id in a slot. One more than an id stands for it, so that a hole is the smallest of all.
+fn largest_held(slots: &[Option<LogicalBlock>]) -> Option<LogicalBlock> {
+    let above = slots.iter().fold(0, |max: u64, slot| {
+        max.max(slot.map_or(0, |block| u64::from(block.get()) + 1))
+    });
+    let max = above.checked_sub(1)?;
+    u32::try_from(max).ok().map(LogicalBlock)
 }
 
 /// The largest id of a list. A fold without an early exit, so that the compiler makes it a vector loop.

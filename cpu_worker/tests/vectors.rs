@@ -92,6 +92,7 @@ fn each_planted_fault_turns_the_vectors_red() {
         ("ledger_splits_ids", 4),
         ("ledger_stale_ack_moves_back", 4),
         ("ledger_zero_delta_moves_g", 4),
+        ("ledger_zero_delta_not_finalised", 4),
         ("ledger_zero_delta_skips_ranks", 4),
     ];
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("vectors");

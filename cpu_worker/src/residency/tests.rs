@@ -1,0 +1,472 @@
+//! Operations on one request, from plan to commit or abort.
+
+use core::num::NonZeroU32;
+
+use kvsluice_layout::ids::{OperationId, Rank, SelectionRevision, TokenCount};
+
+use super::*;
+use crate::ledger::{Ack, Acked, Ledger, Submission, Submitted};
+use crate::planner::{LayerInput, PlanInput, Planner, TableMode};
+use crate::retain::{RetainInput, RetainLayer, RetainPlanner};
+use crate::selection::{BlockSelection, LayerSelection};
+use crate::selector::{SelectInput, Selector};
+
+const EPOCH: RequestEpoch = RequestEpoch(3);
+const GENERATION: PoolGeneration = PoolGeneration(4);
+
+/// One request of layers 10 and 11 in group 2, with a ledger of two ranks and a pool of 8 blocks.
+struct Bench {
+    ledger: Ledger,
+    owners: Owners,
+    residency: Residency,
+    planner: Planner,
+    operation: u64,
+}
+
+fn bench() -> Bench {
+    let mut ledger = Ledger::new(NonZeroU32::MIN.saturating_add(1));
+    ledger.open(b"req-1-2", EPOCH).unwrap();
+    let layers = [10, 11].map(|layer| (DecoderLayer(layer), GroupId(2)));
+    Bench {
+        ledger,
+        owners: Owners::new([(GroupId(2), BlockCount(8))]),
+        residency: Residency::new(EPOCH, GENERATION, layers),
+        planner: Planner::new(),
+        operation: 0,
+    }
+}
+
+impl Bench {
+    fn submit(&mut self, bytes: u64) -> Operation<Pending> {
+        self.operation += 1;
+        let submission = Submission {
+            request_epoch: EPOCH,
+            operation: OperationId(self.operation),
+            pool_generation: GENERATION,
+            revision: SelectionRevision(self.operation),
+            bytes,
+        };
+        match self.ledger.submit(b"req-1-2", &submission).unwrap() {
+            Submitted::Pending(operation) => operation,
+            Submitted::Reused { .. } => panic!("a new operation"),
+        }
+    }
+
+    fn plan(&mut self, wants: [&[u32]; 2]) -> BlockDiffPlan {
+        let wants = wants.map(|ids| ids.iter().map(|id| LogicalBlock(*id)).collect::<Vec<_>>());
+        let layers: Vec<LayerInput<'_>> = self
+            .residency
+            .tables()
+            .iter()
+            .zip(&wants)
+            .map(|(table, want)| LayerInput {
+                layer: table.layer(),
+                group: table.group(),
+                active: true,
+                want,
+                held: table.logical_by_slot(),
+                held_valid: table.valid(),
+                tail: &[],
+            })
+            .collect();
+        let input = PlanInput {
+            seq_blocks: BlockCount(100),
+            table_mode: TableMode::PerLayer,
+            layers: &layers,
+        };
+        self.planner.plan(&input).unwrap().clone()
+    }
+
+    /// Submits and stages an upload of what is wanted.
+    fn stage(&mut self, wants: [&[u32]; 2]) -> Operation<Pending> {
+        let plan = self.plan(wants);
+        let operation = self.submit(if plan.kind() == PlanKind::Zero { 0 } else { 64 });
+        self.residency
+            .stage_upload(&operation, &plan, &mut self.owners)
+            .unwrap();
+        operation
+    }
+
+    fn ack(&mut self, operation: &Operation<Pending>, rank: u32) -> Acked {
+        let ack = Ack {
+            key: operation.key(),
+            revision: operation.revision(),
+            rank: Rank(rank),
+        };
+        self.ledger.ack(b"req-1-2", &ack).unwrap()
+    }
+
+    fn commit(&mut self, operation: &Operation<Pending>) -> Vec<(GroupId, PhysicalBlock)> {
+        assert_eq!(self.ack(operation, 1), Acked::Recorded);
+        let Acked::Committed(evidence) = self.ack(operation, 0) else {
+            panic!("the last rank")
+        };
+        let mut retired = Vec::new();
+        self.residency
+            .commit(&evidence, &mut self.owners, &mut retired)
+            .unwrap();
+        retired
+    }
+
+    fn retain(&mut self, keeps: [&[u32]; 2]) -> (RetainKind, Vec<(GroupId, PhysicalBlock)>) {
+        let keeps = keeps.map(|slots| slots.iter().map(|slot| ResidentSlot(*slot)).collect::<Vec<_>>());
+        let layers: Vec<RetainLayer<'_>> = self
+            .residency
+            .tables()
+            .iter()
+            .zip(&keeps)
+            .map(|(table, keep)| RetainLayer {
+                layer: table.layer(),
+                active: true,
+                physical_by_slot: table.physical_by_slot(),
+                valid: table.valid(),
+                keep,
+            })
+            .collect();
+        let input = RetainInput {
+            request_epoch: EPOCH,
+            pool_generation: GENERATION,
+            expected_request_epoch: EPOCH,
+            expected_pool_generation: GENERATION,
+            supports_layer_tables: true,
+            layers: &layers,
+            protected: &[],
+        };
+        let plan = RetainPlanner::new().plan_retain_group(&input).unwrap().clone();
+        let operation = self.submit(0);
+        self.residency.stage_retain(&operation, &[(GroupId(2), &plan)]).unwrap();
+        (plan.kind(), self.commit(&operation))
+    }
+
+    fn tables(&self) -> [Vec<u32>; 2] {
+        [0, 1].map(|layer| {
+            self.residency.tables()[layer]
+                .named()
+                .iter()
+                .map(|block| block.get())
+                .collect()
+        })
+    }
+
+    fn free(&self) -> u32 {
+        self.owners.all()[0].free_blocks().get()
+    }
+}
+
+#[test]
+fn r43_r50_r60_an_upload_counts_when_every_rank_has_it_and_not_before() {
+    let mut bench = bench();
+    let operation = bench.stage([&[40, 41], &[50]]);
+    assert_eq!(bench.ack(&operation, 1), Acked::Recorded);
+    assert_eq!(
+        (bench.residency.map_revision(), bench.tables()),
+        (MapRevision(0), [vec![], vec![]])
+    );
+    let Acked::Committed(evidence) = bench.ack(&operation, 0) else {
+        panic!("the last rank")
+    };
+    bench
+        .residency
+        .commit(&evidence, &mut bench.owners, &mut Vec::new())
+        .unwrap();
+    assert_eq!(
+        (bench.residency.map_revision(), bench.residency.revision()),
+        (MapRevision(1), SelectionRevision(1))
+    );
+    // R4, R54: one physical block carries a block of each layer, and the layers' rows differ.
+    assert_eq!(bench.tables(), [vec![0, 1], vec![0]]);
+    let logical = |layer: usize| bench.residency.tables()[layer].logical_by_slot().to_vec();
+    assert_eq!(logical(0), [Some(LogicalBlock(40)), Some(LogicalBlock(41))]);
+    assert_eq!(logical(1), [Some(LogicalBlock(50))]);
+}
+
+#[test]
+fn r4_the_rows_of_an_upload_name_their_own_blocks_and_destinations() {
+    let mut bench = bench();
+    let first = bench.stage([&[40, 41], &[50]]);
+    bench.commit(&first);
+    bench.stage([&[40, 41, 42], &[50, 51, 52]]);
+    let rows: Vec<(u32, Vec<(u32, u32)>)> = bench
+        .residency
+        .uploads()
+        .map(|(layer, pairs)| {
+            (
+                layer.get(),
+                pairs.map(|(logical, block)| (logical.get(), block.get())).collect(),
+            )
+        })
+        .collect();
+    assert_eq!(rows, [(10, vec![(42, 2)]), (11, vec![(51, 2), (52, 3)])]);
+}
+
+#[test]
+fn f2_r42_r44_a_zero_delta_is_finalised_by_all_ranks_and_moves_r_alone() {
+    let mut bench = bench();
+    let upload = bench.stage([&[40], &[50]]);
+    bench.commit(&upload);
+    let zero = bench.stage([&[40], &[50]]);
+    assert_eq!(bench.residency.destinations(), []);
+    assert_eq!(bench.residency.pending_upload(), Some(zero.key()));
+    assert_eq!(bench.commit(&zero), []);
+    assert_eq!(
+        (bench.residency.map_revision(), bench.residency.revision()),
+        (MapRevision(1), SelectionRevision(2))
+    );
+}
+
+#[test]
+fn r43_i3_any_other_order_is_refused() {
+    let mut bench = bench();
+    let plan = bench.plan([&[1], &[]]);
+    let operation = bench.stage([&[1], &[]]);
+    let again = bench.residency.stage_upload(&operation, &plan, &mut bench.owners);
+    assert_eq!(
+        again,
+        Err(StageError::Busy {
+            staged: operation.key()
+        })
+    );
+    bench.ack(&operation, 0);
+    let Acked::Committed(evidence) = bench.ack(&operation, 1) else {
+        panic!("the last rank")
+    };
+    bench
+        .residency
+        .commit(&evidence, &mut bench.owners, &mut Vec::new())
+        .unwrap();
+    let twice = bench.residency.commit(&evidence, &mut bench.owners, &mut Vec::new());
+    assert_eq!(
+        twice,
+        Err(SettleError::NotStaged {
+            found: operation.key(),
+            staged: None
+        })
+    );
+    let stale = bench.residency.stage_upload(&operation, &plan, &mut bench.owners);
+    assert!(
+        matches!(stale, Err(StageError::OtherState { .. })),
+        "g + 1 is committed by now"
+    );
+    let zero = bench.submit(0);
+    let moving = bench.residency.stage_upload(&zero, &plan, &mut bench.owners);
+    assert_eq!(
+        moving,
+        Err(StageError::Bytes {
+            bytes: 0,
+            plan_moves: true
+        })
+    );
+}
+
+#[test]
+fn r59_i7_an_abort_restores_tables_and_free_blocks_once_the_transfers_ended() {
+    let mut bench = bench();
+    let upload = bench.stage([&[40], &[50]]);
+    bench.commit(&upload);
+    let (before, free) = (bench.residency.clone(), bench.owners.all()[0].free().to_vec());
+    let operation = bench.stage([&[40, 41, 42], &[50]]);
+    bench.ack(&operation, 0);
+    let aborted = bench
+        .ledger
+        .abort(b"req-1-2", EPOCH, operation.key().operation)
+        .unwrap();
+    let abandoned = bench.residency.abort(&aborted).unwrap();
+    assert_eq!(bench.residency, before);
+    assert_eq!(bench.free(), 5, "I6: a device may still write the two destinations");
+    abandoned.settle(&mut bench.owners).unwrap();
+    assert_eq!(bench.owners.all()[0].free(), free);
+}
+
+#[test]
+fn a_pool_that_is_too_small_refuses_the_whole_upload() {
+    let mut bench = bench();
+    let before = bench.residency.clone();
+    let plan = bench.plan([&[0, 1, 2, 3, 4, 5, 6, 7, 8], &[]]);
+    let operation = bench.submit(64);
+    let refused = bench.residency.stage_upload(&operation, &plan, &mut bench.owners);
+    assert!(matches!(refused, Err(StageError::Owner(OwnerError::Exhausted { .. }))));
+    assert_eq!(
+        (bench.residency, bench.owners.all()[0].free_blocks()),
+        (before, BlockCount(8))
+    );
+}
+
+#[test]
+fn r51_r55_a_shared_remap_frees_what_no_layer_names_and_only_uncounts_what_is_shared() {
+    let mut bench = bench();
+    let upload = bench.stage([&[40, 41, 42, 43], &[50, 51, 52, 53]]);
+    bench.commit(&upload);
+    bench
+        .owners
+        .of(GroupId(2))
+        .unwrap()
+        .acquire(PhysicalBlock(1), Reference::Prefix)
+        .unwrap();
+    let (kind, retired) = bench.retain([&[0, 3], &[0, 3]]);
+    assert_eq!(
+        (kind, bench.tables()),
+        (RetainKind::SharedTableRemap, [vec![0, 3], vec![0, 3]])
+    );
+    assert_eq!(retired, [(GroupId(2), PhysicalBlock(2))]);
+    assert_eq!(
+        bench.residency.tables()[0].logical_by_slot(),
+        [Some(LogicalBlock(40)), Some(LogicalBlock(43))]
+    );
+    assert_eq!(
+        (bench.residency.map_revision(), bench.residency.revision()),
+        (MapRevision(1), SelectionRevision(2))
+    );
+}
+
+#[test]
+fn r8_r56_tables_change_without_the_owner_and_the_owner_without_the_tables() {
+    let mut bench = bench();
+    let upload = bench.stage([&[40, 41], &[50, 51]]);
+    bench.commit(&upload);
+    let (kind, retired) = bench.retain([&[0], &[1]]);
+    assert_eq!(
+        (kind, bench.tables()),
+        (RetainKind::LayerTableRemap, [vec![0], vec![1]])
+    );
+    assert_eq!(
+        (retired, bench.free()),
+        (vec![], 6),
+        "disjoint keeps: nothing moved, nothing released"
+    );
+    let tables = bench.tables();
+    bench
+        .owners
+        .of(GroupId(2))
+        .unwrap()
+        .acquire(PhysicalBlock(0), Reference::Regular)
+        .unwrap();
+    assert_eq!(bench.tables(), tables);
+}
+
+#[test]
+fn f16_r54_a_block_that_a_transfer_reads_outlives_its_tables() {
+    let mut bench = bench();
+    let upload = bench.stage([&[40], &[50]]);
+    bench.commit(&upload);
+    bench
+        .owners
+        .of(GroupId(2))
+        .unwrap()
+        .acquire(PhysicalBlock(0), Reference::Transfer)
+        .unwrap();
+    let (_, retired) = bench.retain([&[], &[]]);
+    assert_eq!((retired, bench.free()), (vec![], 7));
+    assert_eq!(
+        bench
+            .owners
+            .of(GroupId(2))
+            .unwrap()
+            .release(PhysicalBlock(0), Reference::Transfer),
+        Ok(true)
+    );
+}
+
+#[test]
+fn f11_f12_a_closed_life_gives_everything_back() {
+    let mut bench = bench();
+    let upload = bench.stage([&[40, 41], &[50]]);
+    bench.commit(&upload);
+    bench.stage([&[40, 41, 42], &[50]]);
+    let mut retired = Vec::new();
+    let abandoned = bench.residency.close(&mut bench.owners, &mut retired).unwrap();
+    assert_eq!((retired.len(), abandoned.blocks().len()), (2, 1));
+    abandoned.settle(&mut bench.owners).unwrap();
+    assert_eq!(bench.owners.all()[0].free_blocks(), BlockCount(8));
+}
+
+#[test]
+fn r15_r29_the_order_of_the_scores_survives_from_the_selector_to_the_pads() {
+    let mut selector = Selector::new();
+    let mut layer = |layer, scores: &[f64], budget| {
+        let out = selector
+            .select(&SelectInput {
+                scores,
+                block_size: TokenCount(1),
+                seq_len: TokenCount(5),
+                budget: BlockCount(budget),
+                sink: BlockCount(0),
+                recent: BlockCount(0),
+            })
+            .unwrap();
+        LayerSelection {
+            layer: DecoderLayer(layer),
+            group: GroupId(2),
+            logical_blocks: out.selected.to_vec(),
+            ranked_tail: out.ranked_tail.to_vec(),
+        }
+    };
+    let layers = vec![
+        layer(10, &[5.0, 4.0, 3.0, 0.0, 0.0], 3),
+        layer(11, &[0.1, 0.2, 0.9, 0.3, 0.7], 1),
+    ];
+    let (block_size, seq_blocks) = (TokenCount(1), BlockCount(5));
+    let selection = BlockSelection::new(EPOCH, SelectionRevision(1), block_size, seq_blocks, layers).unwrap();
+    let inputs: Vec<LayerInput<'_>> = selection
+        .layers()
+        .iter()
+        .map(|layer| LayerInput {
+            layer: layer.layer,
+            group: layer.group,
+            active: true,
+            want: &layer.logical_blocks,
+            held: &[],
+            held_valid: BlockCount(0),
+            tail: &layer.ranked_tail,
+        })
+        .collect();
+    let mut planner = Planner::new();
+    let input = PlanInput {
+        seq_blocks: selection.seq_blocks(),
+        table_mode: TableMode::Common,
+        layers: &inputs,
+    };
+    let plan = planner.plan(&input).unwrap();
+    let pads: Vec<Vec<u32>> = plan
+        .layers()
+        .map(|row| row.pad.iter().map(|block| block.get()).collect())
+        .collect();
+    assert_eq!(pads, [vec![], vec![3, 4]], "blocks 4 (0.7) and 3 (0.3), not 0 and 1");
+}
+
+#[test]
+fn r32_a_full_plan_replaces_the_tables() {
+    let mut bench = bench();
+    let upload = bench.stage([&[40, 41], &[50, 51]]);
+    bench.commit(&upload);
+    let want = [LogicalBlock(40), LogicalBlock(60)];
+    let held = [Some(LogicalBlock(40)), Some(LogicalBlock(41))];
+    let row = |layer, want| LayerInput {
+        layer: DecoderLayer(layer),
+        group: GroupId(2),
+        active: true,
+        want,
+        held: &held,
+        held_valid: BlockCount(2),
+        tail: &[],
+    };
+    let layers = [row(10, &want), row(11, &want[..1])];
+    let input = PlanInput {
+        seq_blocks: BlockCount(100),
+        table_mode: TableMode::Common,
+        layers: &layers,
+    };
+    let plan = bench.planner.plan(&input).unwrap().clone();
+    assert_eq!(plan.kind(), PlanKind::Full);
+    let operation = bench.submit(64);
+    bench
+        .residency
+        .stage_upload(&operation, &plan, &mut bench.owners)
+        .unwrap();
+    let rows: Vec<usize> = bench.residency.uploads().map(|(_, pairs)| pairs.count()).collect();
+    assert_eq!(rows, [2, 1]);
+    assert_eq!(
+        bench.commit(&operation),
+        [(GroupId(2), PhysicalBlock(0)), (GroupId(2), PhysicalBlock(1))]
+    );
+    assert_eq!(bench.tables(), [vec![2, 3], vec![2]]);
+}
