@@ -1,8 +1,9 @@
 //! Leases of blocks, and the checks that come before them (X9, X14).
 //!
 //! Both sides of a channel keep one [`LeaseTable`]: the producer checks before it publishes, a worker before any copy,
-//! by the same code. (group, source block) and (group, physical block) are the lease keys. A reader lease is a count: a
-//! block in k operations is free after k. A writer lease is exclusive to one plan.
+//! by the same code. (group, source block) and (group, physical block) are the lease keys. A lease is a count: a block in
+//! k operations is free after k. A writer lease is exclusive to one plan; where a takeover finds two in a journal, whose
+//! first has ended, the block stays written until both are released.
 //!
 //! Cost: 8 bytes per block and side. A pair costs one look at its source and one at its destination when it is checked,
 //! and again when it is leased and released; nothing is sorted or hashed.
@@ -27,8 +28,8 @@ pub struct Rows<'a> {
     pub pairs: &'a [Pair],
 }
 
-/// `lease` of a block that one plan writes.
-const WRITTEN: u32 = u32::MAX;
+/// Bit of `lease` in a block that a plan writes; the other bits count.
+const WRITTEN: u32 = 1 << 31;
 /// A null block that is no block.
 const NO_NULL: u32 = u32::MAX;
 
@@ -37,7 +38,7 @@ const DEVICE: usize = 1;
 
 #[derive(Clone, Copy, Default)]
 struct Block {
-    /// Number of reader leases, or [`WRITTEN`].
+    /// Number of leases, with [`WRITTEN`] while one of them writes.
     lease: u32,
     /// Row that last named the block as a destination: finds duplicates without sorting (X9).
     stamp: u32,
@@ -161,7 +162,7 @@ impl LeaseTable {
                             }); // X31
                         }
                         let block = group.blocks[end.side].get(id as usize).ok_or_else(range)?;
-                        let blocked = block.lease == WRITTEN || (end.exclusive && block.lease != 0);
+                        let blocked = block.lease >= WRITTEN || (end.exclusive && block.lease != 0);
                         if blocked && !skip_in_flight {
                             return Err(Refusal::SourceInFlight { row: at, id });
                         }
@@ -200,7 +201,7 @@ impl LeaseTable {
                     return Err(Refusal::DuplicateDestination { row: at, id });
                 }
                 block.stamp = row_stamp;
-                let blocked = block.lease == WRITTEN || (end.exclusive && block.lease != 0);
+                let blocked = block.lease >= WRITTEN || (end.exclusive && block.lease != 0);
                 if blocked && !skip_in_flight {
                     return Err(Refusal::DestinationInFlight { row: at, id });
                 }
@@ -212,18 +213,20 @@ impl LeaseTable {
     /// Leases what a checked plan names, until [`release`](Self::release) of the same plan (X14).
     pub fn take(&mut self, plan: &Rows<'_>) {
         self.each(plan, |block, exclusive| {
-            block.lease = if exclusive {
-                WRITTEN
-            } else {
-                block.lease.saturating_add(1).min(WRITTEN - 1)
-            };
+            let written = block.lease & WRITTEN | if exclusive { WRITTEN } else { 0 };
+            // The count is held below its bit: only a hostile record, whose rows share their pairs, gets there.
+            block.lease = ((block.lease & !WRITTEN) + 1).min(WRITTEN - 1) | written;
         });
     }
 
     /// Returns the leases of a plan that was taken.
     pub fn release(&mut self, plan: &Rows<'_>) {
-        self.each(plan, |block, exclusive| {
-            block.lease = if exclusive { 0 } else { block.lease.saturating_sub(1) };
+        self.each(plan, |block, _| {
+            // X14: free after the last lease, and written until then.
+            block.lease = block.lease.saturating_sub(1);
+            if block.lease == WRITTEN {
+                block.lease = 0;
+            }
         });
     }
 
@@ -249,7 +252,7 @@ impl LeaseTable {
     fn leases(&self, group: GroupId, side: usize, block: usize) -> u32 {
         let block = self.groups.get(group.index()).and_then(|g| g.blocks[side].get(block));
         match block.map_or(0, |b| b.lease) {
-            WRITTEN => 1,
+            WRITTEN.. => 1,
             readers => readers,
         }
     }

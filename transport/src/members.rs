@@ -45,7 +45,7 @@ pub fn read_member<M: Shared>(control: &M, map: &RegionMap, rank: Rank) -> Membe
 
 /// Replaces the entry of a rank.
 pub fn write_member<M: SharedMut>(control: &M, map: &RegionMap, rank: Rank, member: Member) {
-    let selector = control.load(map.member_at(rank)) + 1;
+    let selector = control.load(map.member_at(rank)).wrapping_add(1);
     let at = copy_at(map, rank, selector);
     control.store(at, member.epoch.0);
     control.store(at + 8, member.first.0);

@@ -268,7 +268,9 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
             };
             let record = self.reader.record(at);
             let producer = ProcessEpoch(record.get(4).copied().unwrap_or(0));
-            if !self.producers.contains(&producer) {
+            // A record whose bytes do not hold is refused below, whoever it claims to be from (X9).
+            let whole = || record.len() == LINE_WORDS || !matches!(Plan::parse(record), Err(Refusal::Checksum { .. }));
+            if !self.producers.contains(&producer) && whole() {
                 self.held = Some(at);
                 return Ok(Some(Incoming::AwaitHandshake(producer)));
             }
@@ -383,6 +385,11 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
             write_slot(&self.rank, self.reader.shape(), position, &slot);
         }
         self.terminals += 1;
-        self.rank.store(TERMINALS_AT, self.terminals);
+        // pairs with: producer::Producer::poll_out_of_order, which looks at the slots only when this word has moved.
+        self.rank.store_release(TERMINALS_AT, self.terminals);
     }
 }
+
+#[cfg(all(test, not(loom)))]
+#[path = "port_tests.rs"]
+mod tests;

@@ -301,7 +301,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
                 let terminals = rank.segment.as_ref()?.load(TERMINALS_AT);
                 Some(terminals.saturating_sub(rank.answers))
             });
-            counts.duplicate = repeated.sum();
+            counts.duplicate = repeated.fold(0, u64::saturating_add); // X33: the word is the rank's
         }
         counts
     }
@@ -457,8 +457,10 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
     }
 
     /// Puts a worker at `rank`: it answers every record from the tail on, which it should read first as a Reset (X24).
-    /// The entry is stored before the caller publishes that Reset.
+    /// The entry is stored before the caller publishes that Reset, and an open batch before the entry: the word at
+    /// `first` must be one that no reader takes for a commit (X10).
     pub fn join(&mut self, rank: Rank, segment: R, epoch: ProcessEpoch, pid: u32) -> Position {
+        self.flush();
         let first = self.ring.tail();
         let member = Member { epoch, first };
         write_member(self.ring.memory(), &self.map, rank, member);
@@ -470,6 +472,8 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
     /// still owes ends as RankLost for it, and data records are refused until a worker joins.
     pub fn lose(&mut self, rank: Rank) {
         self.poll_thorough();
+        // The hint died with the rank: every slot is read, hint or not.
+        self.read_behind_cursor(rank.index());
         let Some(state) = self.ranks.get_mut(rank.index()) else {
             return;
         };
@@ -586,7 +590,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
             .filter(|&index| {
                 self.in_flight
                     .get(index)
-                    .is_some_and(|op| op.pending != 0 && !op.kind.is_control())
+                    .is_some_and(|op| op.pending != 0 && !op.kind.is_control() && op.kind != Kind::Padding)
             })
             .ok_or(PublishError::NotInFlight {
                 position: Position(position),
@@ -627,28 +631,36 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
                 }
             }
             if thorough && self.ranks[index].cursor + 1 < end {
-                advanced |= self.poll_out_of_order(index, end);
+                advanced |= self.poll_out_of_order(index);
             }
         }
-        if advanced {
+        // A record that no rank owes is terminal from the start.
+        if advanced || self.in_flight.front().is_some_and(|op| op.pending == 0) {
             self.advance();
         }
         self.completions.len()
     }
 
-    fn poll_out_of_order(&mut self, index: usize, end: u64) -> bool {
+    fn poll_out_of_order(&mut self, index: usize) -> bool {
         let state = &mut self.ranks[index];
         let Some(segment) = &state.segment else { return false };
-        let terminals = segment.load(TERMINALS_AT); // a hint only: the slots carry the order
+        let terminals = segment.load_acquire(TERMINALS_AT); // a hint only; pairs with: port::Port::answer
         if terminals == state.terminals_seen {
             return false;
         }
         state.terminals_seen = terminals;
-        let from = state.cursor + 1;
+        self.read_behind_cursor(index)
+    }
+
+    /// Reads the slots of the records behind the first one that the rank has not answered.
+    fn read_behind_cursor(&mut self, index: usize) -> bool {
+        let Some(state) = self.ranks.get(index) else {
+            return false;
+        };
+        let from = (state.cursor + 1).saturating_sub(self.first_sequence) as usize;
         let shape = self.ring.shape();
         let mut advanced = false;
-        for sequence in from..end {
-            let at = (sequence - self.first_sequence) as usize;
+        for at in from..self.in_flight.len() {
             if self.in_flight[at].pending & (1 << index) == 0 {
                 continue;
             }
@@ -784,20 +796,20 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         }
     }
 
-    /// Moves `reclaim` over every record at the front whose leases have ended (X11).
+    /// Moves `reclaim` over every record at the front whose leases have ended (X11). A record that is not committed
+    /// stays, answered by nobody or not: a takeover would take the records behind it for published ones.
     fn advance(&mut self) {
-        while self.in_flight.front().is_some_and(|op| op.pending == 0 && op.released) {
+        let committed = self.ring.committed();
+        let ended = |op: &InFlight| op.pending == 0 && op.released && Position(op.position) < committed;
+        while self.in_flight.front().is_some_and(ended) {
             self.in_flight.pop_front();
             self.first_sequence += 1;
         }
-        let reclaim = self
-            .in_flight
-            .front()
-            .map_or(self.ring.tail(), |op| Position(op.position));
+        let reclaim = self.in_flight.front().map_or(committed, |op| Position(op.position));
         self.ring.set_reclaim(reclaim);
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 #[path = "producer_tests.rs"]
 pub(crate) mod tests;

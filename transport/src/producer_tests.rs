@@ -9,11 +9,11 @@ use kvsluice_layout::plan::{Operation, PlanDraft};
 use kvsluice_layout::planes::GeometryMap;
 use kvsluice_layout::presets::{Sizing, preset};
 use kvsluice_layout::record::{SourceKind, Terminal};
-use kvsluice_layout::region::{MIN_RING_BYTES, RegionMap};
+use kvsluice_layout::region::{MIN_RING_BYTES, RegionMap, TERMINALS_AT};
 
 use crate::port::{Incoming, Outcome, Port, Ticket};
-use crate::producer::Producer;
-use crate::shared::Heap;
+use crate::producer::{Producer, PublishError};
+use crate::shared::{Heap, Shared, SharedMut};
 
 /// One channel on the heap, with `ranks` ports that have answered their first Reset.
 pub(crate) struct Bench {
@@ -70,6 +70,16 @@ impl Bench {
         };
         bench.reset(PoolGeneration(1));
         bench
+    }
+
+    /// A producer that takes over from this bench's, with every worker alive and shaken hands with.
+    pub(crate) fn take_over(&mut self, epoch: ProcessEpoch) -> Producer<Heap, Heap> {
+        let survivors = self.segments.iter().zip(0..);
+        let survivors = survivors.map(|(segment, r)| (Rank(r), segment.clone(), worker_epoch(r), 100 + r));
+        let (map, leases) = (self.producer.map().clone(), LeaseTable::new(&self.geometry));
+        let taken = Producer::take_over(self.control.clone(), map, leases, epoch, survivors.collect());
+        self.ports.iter_mut().for_each(|port| port.accept_producer(epoch));
+        taken.expect("taken over")
     }
 
     pub(crate) fn reset(&mut self, generation: PoolGeneration) {
@@ -201,19 +211,11 @@ fn x25_a_new_producer_finds_in_the_journal_exactly_what_is_in_flight() {
         .expect("written, never committed");
     let ticket = receive(&mut bench.ports[0]);
     bench.ports[0].finish(ticket, &Outcome::done(64, 0, 0));
-    let map = bench.producer.map().clone();
-    let successor = ProcessEpoch(0xCAFE);
-    let survivors = (0..2)
-        .map(|r| (Rank(r), bench.segments[r as usize].clone(), worker_epoch(r), 100 + r))
-        .collect();
-    let leases = LeaseTable::new(&bench.geometry);
-    let mut producer =
-        Producer::take_over(bench.control.clone(), map, leases, successor, survivors).expect("taken over");
+    let mut producer = bench.take_over(ProcessEpoch(0xCAFE));
     assert_eq!(producer.incarnation().0, 2);
     assert_eq!(producer.in_flight(), 2, "the third was never published");
     assert_eq!(producer.leases().source_leases(GroupId(0), SourceBlock(7)), 0);
     for port in &mut bench.ports {
-        port.accept_producer(successor);
         while let Ok(Some(Incoming::Plan(ticket))) = port.receive() {
             port.finish(ticket, &Outcome::done(64, 0, 0));
         }
@@ -225,4 +227,83 @@ fn x25_a_new_producer_finds_in_the_journal_exactly_what_is_in_flight() {
     assert_eq!(ended, [first, second]);
     assert_eq!(producer.leases().leased_blocks(), 0);
     producer.publish(&upload(4, &[(7, 7)])).expect("the channel goes on");
+}
+
+#[test]
+fn x15_an_abort_names_an_operation_and_never_a_padding_or_an_abort() {
+    let mut bench = Bench::new(1);
+    let mut abort = PlanDraft::new();
+    let mut refused = |bench: &mut Bench, position| {
+        abort.abort(b"request", operation(9), position);
+        bench.producer.publish(&abort)
+    };
+    // Up to the wrap: the next record goes behind a padding.
+    let pairs: Vec<_> = (1..51).map(|b| (b, b)).collect();
+    let mut at = Position(0);
+    while at.0 < MIN_RING_BYTES as u64 {
+        at = bench.producer.publish(&upload(1, &pairs)).expect("published");
+        if at.0 < MIN_RING_BYTES as u64 {
+            let ticket = receive(&mut bench.ports[0]);
+            bench.ports[0].finish(ticket, &Outcome::done(0, 0, 0));
+            bench.producer.poll();
+        }
+    }
+    let padding = bench.producer.reclaim();
+    assert!(padding < at && bench.producer.in_flight() == 2);
+    assert_eq!(
+        refused(&mut bench, padding),
+        Err(PublishError::NotInFlight { position: padding })
+    );
+    let first = refused(&mut bench, at).expect("an operation in flight");
+    assert_eq!(
+        refused(&mut bench, first),
+        Err(PublishError::NotInFlight { position: first })
+    );
+}
+
+#[test]
+fn x10_a_ring_that_nobody_reads_does_not_fill_up_with_resets() {
+    let mut bench = Bench::new(1);
+    bench.producer.lose(Rank(0));
+    let mut reset = PlanDraft::new();
+    for generation in 2..2000 {
+        reset.reset(PoolGeneration(generation));
+        bench
+            .producer
+            .publish(&reset)
+            .expect("each Reset is terminal at once and makes room");
+        bench.producer.poll();
+        assert_eq!(
+            bench.producer.next_completion().map(|c| c.terminal),
+            Some(Terminal::RankLost)
+        );
+    }
+    assert_eq!(bench.producer.reclaim(), bench.producer.tail());
+}
+
+#[test]
+fn x24_the_slots_of_a_lost_rank_are_read_once_more_whatever_its_hint_says() {
+    let mut bench = Bench::new(1);
+    let first = bench.producer.publish(&upload(1, &[(1, 1)])).expect("published");
+    let second = bench.producer.publish(&upload(2, &[(2, 2)])).expect("published");
+    let _unanswered = receive(&mut bench.ports[0]);
+    let ticket = receive(&mut bench.ports[0]);
+    bench.producer.poll_thorough();
+    // The worker dies between its answer and its hint.
+    let hint = bench.segments[0].load(TERMINALS_AT);
+    bench.ports[0].finish(ticket, &Outcome::done(64, 0, 0));
+    bench.segments[0].store(TERMINALS_AT, hint);
+    bench.producer.lose(Rank(0));
+    let ended: Vec<_> = std::iter::from_fn(|| bench.producer.next_completion()).collect();
+    let ended: Vec<_> = ended.iter().map(|c| (c.position, c.terminal)).collect();
+    assert_eq!(ended, [(second, Terminal::Done), (first, Terminal::RankLost)]);
+}
+
+#[test]
+fn x33_absurd_counters_of_several_ranks_do_not_overflow_the_statistics() {
+    let bench = Bench::new(2);
+    for segment in &bench.segments {
+        segment.store(TERMINALS_AT, u64::MAX);
+    }
+    assert_eq!(bench.producer.counts().duplicate, u64::MAX);
 }

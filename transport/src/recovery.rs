@@ -148,7 +148,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
             journal.push((record, operation, words.to_vec()));
             Ok(())
         })?;
-        let incarnation = Incarnation(control.load(INCARNATION_AT) + 1);
+        let incarnation = Incarnation(control.load(INCARNATION_AT).saturating_add(1));
         control.store_release(INCARNATION_AT, incarnation.0); // X25: before any other word
         control.store(PRODUCER_EPOCH_AT, epoch.0);
         let generation = PoolGeneration(control.load(GENERATION_AT));
@@ -175,3 +175,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         Ok(producer)
     }
 }
+
+#[cfg(all(test, not(loom)))]
+#[path = "recovery_tests.rs"]
+mod tests;

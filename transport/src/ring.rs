@@ -34,9 +34,10 @@ pub struct RingShape {
 }
 
 impl RingShape {
-    /// Bytes that only Abort and Reset may use: 1/16 of the ring, at least 64 lines (X10).
+    /// Bytes that only Abort and Reset may use: 1/16 of the ring, at least 64 lines (X10). A ring below
+    /// [`MIN_RING_BYTES`](kvsluice_layout::region::MIN_RING_BYTES), which only models have, keeps an eighth.
     pub fn reserve(&self) -> u64 {
-        (self.bytes as u64 / 16).max(64 * LINE)
+        (self.bytes as u64 / 16).max(64 * LINE).min(self.bytes as u64 / 8)
     }
 
     /// Bytes of the largest record: half the ring less the reserve (X10).
@@ -114,6 +115,11 @@ impl<M: SharedMut> PlanWriter<M> {
     /// Position behind the last record written.
     pub fn tail(&self) -> Position {
         Position(self.tail)
+    }
+
+    /// Position behind the last record that readers may see.
+    pub fn committed(&self) -> Position {
+        Position(self.batch.unwrap_or(self.tail))
     }
 
     /// Position below which space may be reused.
@@ -213,8 +219,8 @@ impl<M: SharedMut> PlanWriter<M> {
     /// Allows the reuse of every byte below `position`: the caller knows that all ranks are terminal there (X11).
     pub fn set_reclaim(&mut self, position: Position) {
         debug_assert!(
-            position.0 >= self.reclaim && position.0 <= self.tail,
-            "reclaim only grows, up to the tail"
+            position >= Position(self.reclaim) && position <= self.committed(),
+            "reclaim only grows, up to what is committed"
         );
         self.reclaim = position.0;
     }
@@ -292,13 +298,14 @@ pub struct PlanReader<M> {
 }
 
 impl<M: Shared> PlanReader<M> {
-    /// A reader whose first record is the one at `first`.
+    /// A reader whose first record is the one at `first`. X33: a `first` that is no position in a ring is bent to one,
+    /// where the framing check then refuses what stands there.
     pub fn new(memory: M, shape: RingShape, first: Position) -> Self {
         Self {
             memory,
             shape,
             mirror: vec![0; shape.bytes / 8].into_boxed_slice(),
-            cursor: first.0,
+            cursor: first.0.min(u64::MAX / 2) & !(LINE - 1),
         }
     }
 
