@@ -15,6 +15,10 @@ pub mod wait;
 #[cfg(not(loom))]
 pub mod attach;
 #[cfg(not(loom))]
+pub mod clean;
+#[cfg(not(loom))]
+pub mod doctor;
+#[cfg(not(loom))]
 pub mod event_bridge;
 #[cfg(not(loom))]
 pub mod limits;
@@ -37,5 +41,6 @@ pub mod segment;
 #[cfg(not(loom))]
 pub mod watcher;
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod test_process;
