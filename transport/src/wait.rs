@@ -282,7 +282,8 @@ fn nap(counter: Option<(&AtomicU32, u32)>, at_most: Duration) {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod tests {
     use std::cell::{Cell, RefCell};
 
