@@ -2,76 +2,26 @@
 //!
 //! A request has a residency revision g and a selection revision r. An operation is submitted with what it will make of
 //! them; it commits when **every** rank has acknowledged exactly that, and until then g and r stay as they are. An
-//! operation without bytes takes the same way and moves r alone (R42, R44). Memory: 24 bytes per operation of the current
-//! epoch (a retry finds its result, R47), and per request id ever seen its highest epoch.
+//! operation without bytes takes the same way and moves r alone (R42, R44). Memory: 40 bytes per operation of the current
+//! epoch (a retry finds its result, R47), and per request id ever seen the id and its highest epoch (an old epoch never
+//! opens again).
 #![forbid(unsafe_code)]
 
-use core::fmt;
-use core::marker::PhantomData;
 use core::num::NonZeroU32;
 use std::collections::HashMap;
 
 use kvsluice_layout::ids::{MapRevision, OperationId, PoolGeneration, Rank, RequestEpoch, SelectionRevision};
 use kvsluice_layout::planted::planted;
-use thiserror::Error;
 
 use crate::rank_set::RankSet;
 
-/// Names one operation (R45).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct OperationKey {
-    /// Life of the request.
-    pub request_epoch: RequestEpoch,
-    /// The operation within it.
-    pub operation: OperationId,
-    /// Generation of the device pools it was planned for.
-    pub pool_generation: PoolGeneration,
-    /// Residency revision that its commit makes.
-    pub map_revision: MapRevision,
-}
+mod operation;
+mod refusal;
+#[cfg(test)]
+mod tests;
 
-/// State of an [`Operation`]: accepted, and not yet acknowledged by all ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pending;
-/// State of an [`Operation`]: acknowledged by all ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Committed;
-/// State of an [`Operation`]: given up, nothing of it counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Aborted;
-
-/// Evidence that an operation is in a state. Only the ledger makes one, so that the steps of R43 cannot be taken in
-/// another order: staging asks for an `Operation<Pending>`, a commit of tables for an `Operation<Committed>`.
-#[derive(PartialEq, Eq)]
-pub struct Operation<State> {
-    key: OperationKey,
-    revision: SelectionRevision,
-    bytes: u64,
-    state: PhantomData<State>,
-}
-
-impl<State> Operation<State> {
-    /// What names it.
-    pub fn key(&self) -> OperationKey {
-        self.key
-    }
-
-    /// Selection revision that its commit makes.
-    pub fn revision(&self) -> SelectionRevision {
-        self.revision
-    }
-
-    /// Bytes that it moves; 0 for a metadata operation.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-}
-
-impl<State> fmt::Debug for Operation<State> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} {:?}", self.key, self.revision)
-    }
-}
+pub use operation::{Aborted, Committed, Operation, OperationKey, Pending};
+pub use refusal::{AckError, OpenError, SubmitError};
 
 /// What is asked of [`Ledger::submit`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -150,105 +100,6 @@ pub struct RequestState {
     pub pending: Option<OperationId>,
 }
 
-/// Why a request was not opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum OpenError {
-    /// The epoch was open before, or a higher one was.
-    #[error("{found:?} after {highest:?}: every life of a request needs a higher epoch")]
-    StaleEpoch {
-        /// Epoch asked for.
-        found: RequestEpoch,
-        /// Highest epoch ever opened for this request.
-        highest: RequestEpoch,
-    },
-}
-
-/// Why a submission was refused. Nothing changed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum SubmitError {
-    /// The request is not open.
-    #[error("the request is not open")]
-    UnknownRequest,
-    /// The epoch is over.
-    #[error("{found:?} is over, {current:?} is open")]
-    StaleEpoch {
-        /// Epoch of the submission.
-        found: RequestEpoch,
-        /// Open epoch.
-        current: RequestEpoch,
-    },
-    /// The epoch has not begun.
-    #[error("{found:?} is not open yet, {current:?} is")]
-    FutureEpoch {
-        /// Epoch of the submission.
-        found: RequestEpoch,
-        /// Open epoch.
-        current: RequestEpoch,
-    },
-    /// The request finishes when its pending operation ends.
-    #[error("the request is finishing")]
-    Finishing,
-    /// The operation was aborted; its id is used up.
-    #[error("{operation:?} was aborted: submit under a new id")]
-    Aborted {
-        /// The operation.
-        operation: OperationId,
-    },
-    /// Operations of an epoch go up.
-    #[error("{found:?} after {highest:?}: operation ids only grow within an epoch")]
-    OperationOrder {
-        /// The operation.
-        found: OperationId,
-        /// Highest accepted one.
-        highest: OperationId,
-    },
-    /// Another operation is pending.
-    #[error("{pending:?} is pending: one operation at a time")]
-    PendingExists {
-        /// The pending operation.
-        pending: OperationId,
-    },
-    /// The selection revision does not grow.
-    #[error("{found:?} after {current:?}: selection revisions only grow")]
-    StaleRevision {
-        /// Revision of the submission.
-        found: SelectionRevision,
-        /// Committed revision.
-        current: SelectionRevision,
-    },
-}
-
-/// Why an acknowledgement is an error (R46): the peer is broken. Nothing changed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum AckError {
-    /// There is no such rank.
-    #[error("{rank:?} of {ranks} ranks")]
-    UnknownRank {
-        /// The rank.
-        rank: Rank,
-        /// Number of ranks.
-        ranks: u32,
-    },
-    /// Of an operation or epoch that was never issued.
-    #[error("acknowledgement of {:?} {:?}, which was never issued", key.request_epoch, key.operation)]
-    Future {
-        /// What was acknowledged.
-        key: OperationKey,
-    },
-    /// The operation is pending and is not what the rank says it applied.
-    #[error("acknowledgement of {found:?} {found_revision:?}; pending is {expected:?} {expected_revision:?}")]
-    Conflict {
-        /// What was acknowledged.
-        found: OperationKey,
-        /// Its selection revision.
-        found_revision: SelectionRevision,
-        /// What is pending.
-        expected: OperationKey,
-        /// Its selection revision.
-        expected_revision: SelectionRevision,
-    },
-}
-
 /// Acknowledgements that changed nothing, by kind (R46).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AckCounters {
@@ -299,12 +150,7 @@ struct Entry {
 
 impl Entry {
     fn evidence<State>(&self) -> Operation<State> {
-        Operation {
-            key: self.key,
-            revision: self.revision,
-            bytes: self.bytes,
-            state: PhantomData,
-        }
+        Operation::new(self.key, self.revision, self.bytes)
     }
 }
 

@@ -8,6 +8,7 @@ use super::*;
 use crate::ledger::{Ack, Acked, Ledger, Submission, Submitted};
 use crate::planner::{LayerInput, PlanInput, Planner, TableMode};
 use crate::retain::{RetainInput, RetainLayer, RetainPlanner};
+use crate::retain_steps::{Activity, Outstanding, Retention};
 use crate::selection::{BlockSelection, LayerSelection};
 use crate::selector::{SelectInput, Selector};
 
@@ -108,7 +109,8 @@ impl Bench {
         retired
     }
 
-    fn retain(&mut self, keeps: [&[u32]; 2]) -> (RetainKind, Vec<(GroupId, PhysicalBlock)>) {
+    /// Submits and stages a retention of the slots.
+    fn stage_retain(&mut self, keeps: [&[u32]; 2]) -> (RetainKind, Operation<Pending>) {
         let keeps = keeps.map(|slots| slots.iter().map(|slot| ResidentSlot(*slot)).collect::<Vec<_>>());
         let layers: Vec<RetainLayer<'_>> = self
             .residency
@@ -135,7 +137,12 @@ impl Bench {
         let plan = RetainPlanner::new().plan_retain_group(&input).unwrap().clone();
         let operation = self.submit(0);
         self.residency.stage_retain(&operation, &[(GroupId(2), &plan)]).unwrap();
-        (plan.kind(), self.commit(&operation))
+        (plan.kind(), operation)
+    }
+
+    fn retain(&mut self, keeps: [&[u32]; 2]) -> (RetainKind, Vec<(GroupId, PhysicalBlock)>) {
+        let (kind, operation) = self.stage_retain(keeps);
+        (kind, self.commit(&operation))
     }
 
     fn tables(&self) -> [Vec<u32>; 2] {
@@ -469,4 +476,35 @@ fn r32_a_full_plan_replaces_the_tables() {
         [(GroupId(2), PhysicalBlock(0)), (GroupId(2), PhysicalBlock(1))]
     );
     assert_eq!(bench.tables(), [vec![2, 3], vec![2]]);
+}
+
+#[test]
+fn r57_a_retention_commits_after_all_its_steps_and_names_what_it_released() {
+    let mut bench = bench();
+    let upload = bench.stage([&[40, 41], &[50, 51]]);
+    bench.commit(&upload);
+    let (_, operation) = bench.stage_retain([&[1], &[1]]);
+    let retention = Retention::new(&operation, vec![DecoderLayer(10), DecoderLayer(11)]);
+    let retention = retention
+        .admit(Activity {
+            running: true,
+            ..Activity::default()
+        })
+        .unwrap();
+    let retention = retention.quiesce(Outstanding::default()).unwrap();
+    assert_eq!(
+        bench.tables(),
+        [vec![0, 1], vec![0, 1]],
+        "the old tables are in use until the commit"
+    );
+    let retention = retention.apply(&[DecoderLayer(10), DecoderLayer(11)]).unwrap();
+    bench.ack(&operation, 0);
+    let Acked::Committed(evidence) = bench.ack(&operation, 1) else {
+        panic!("the last rank")
+    };
+    let retention = retention
+        .commit(&evidence, &mut bench.residency, &mut bench.owners)
+        .unwrap();
+    assert_eq!(retention.released(), [(GroupId(2), PhysicalBlock(0))]);
+    assert_eq!(bench.tables(), [vec![1], vec![1]]);
 }
