@@ -53,9 +53,20 @@ impl Drop for Segment {
     }
 }
 
+/// A spec that is quick to open, also under Miri.
+pub(crate) fn small(pool_bytes: u64) -> DeviceSpec {
+    let spec = DeviceSpec::allocate(pool_bytes, TABLES);
+    DeviceSpec {
+        events_max: 128,
+        fragments_max: 512,
+        commands_max: 512,
+        ..spec
+    }
+}
+
 /// A stepped device with one writable region over all of `segment`.
 fn stepped(pool_bytes: u64, segment: &Segment, adversary: Adversary) -> (HostDevice, Stepper, RegionId) {
-    let mut device = HostDevice::stepped(DeviceSpec::allocate(pool_bytes, TABLES), adversary).unwrap();
+    let mut device = HostDevice::stepped(small(pool_bytes), adversary).unwrap();
     let span = segment.span(Access::ReadWrite);
     let ends = [span.bytes()];
     let region = device.register_all(span, &ends).unwrap();
@@ -162,9 +173,9 @@ fn d2_bytes_arrive_on_copy_threads() {
     for (seed, threads) in seeds.flat_map(|seed| [(seed, 1), (seed, 3)]) {
         for adversary in [Adversary::default(), Adversary::late(seed)] {
             let segment = Segment::new(2048);
-            let mut device = HostDevice::open(DeviceSpec::allocate(2048, TABLES), threads, adversary).unwrap();
+            let mut device = HostDevice::open(small(2048), threads, adversary).unwrap();
             let region = device.register_all(segment.span(Access::ReadWrite), &[2048]).unwrap();
-            for _ in 0..4 {
+            for _ in 0..if cfg!(miri) { 1 } else { 4 } {
                 assert!(
                     round_trip(&mut device, region, &segment, std::thread::yield_now),
                     "seed {seed}, {threads}"
@@ -583,7 +594,7 @@ fn x31_a_refused_chunk_of_an_idle_region_is_undone_at_once() {
     let run = || {
         let segment = Segment::new(128);
         let adversary = Adversary::default().with(1, Fault::RefusePin);
-        let mut device = HostDevice::stepped(DeviceSpec::allocate(64, TABLES), adversary).unwrap();
+        let mut device = HostDevice::stepped(small(64), adversary).unwrap();
         assert!(device.register_all(segment.span(Access::ReadOnly), &[64, 128]).is_err());
         let pinned = device.pinned_chunks();
         let again = device.register_all(segment.span(Access::ReadOnly), &[64, 128]).is_ok();
@@ -596,7 +607,7 @@ fn x31_a_refused_chunk_of_an_idle_region_is_undone_at_once() {
 #[test]
 fn field_12_a_copy_never_crosses_two_pinned_chunks() {
     let segment = Segment::new(256);
-    let mut device = HostDevice::stepped(DeviceSpec::allocate(256, TABLES), Adversary::default()).unwrap();
+    let mut device = HostDevice::stepped(small(256), Adversary::default()).unwrap();
     let region = device
         .register_all(segment.span(Access::ReadOnly), &[64, 192, 256])
         .unwrap();
@@ -637,7 +648,7 @@ fn d1_an_adopted_pool_is_used_in_place() {
     let segment = Segment::new(64);
     segment.fill(0, 64, 9);
     let address = pool.base.expose_provenance() as u64;
-    let mut spec = DeviceSpec::allocate(0, TABLES);
+    let mut spec = small(0);
     // SAFETY: `pool` outlives the device, and is read only when nothing is queued.
     spec.pool = PoolMemory::Adopt(unsafe { AdoptedPool::new(address, 128) });
     let mut device = HostDevice::stepped(spec, Adversary::default()).unwrap();
@@ -663,7 +674,7 @@ fn d1_full_queues_and_event_tables_refuse_without_effect() {
         events_max: 1,
         fragments_max: 2,
         commands_max: 2,
-        ..DeviceSpec::allocate(64, TABLES)
+        ..small(64)
     };
     let mut device = HostDevice::stepped(spec, Adversary::default()).unwrap();
     let region = device.register_all(segment.span(Access::ReadOnly), &[64]).unwrap();
