@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use kvsluice_layout::ids::MAX_RANKS;
 use kvsluice_layout::planted::planted;
+#[cfg(not(loom))]
 use rustix::io::Errno;
 use rustix::thread::futex;
 
