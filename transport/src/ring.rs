@@ -232,6 +232,7 @@ impl<M: SharedMut> PlanWriter<M> {
     }
 
     /// The record at `position`, as this process wrote it or read it at a takeover.
+    #[inline]
     pub fn record(&self, position: Position, bytes: u64) -> &[u64] {
         let from = self.shape.offset(position.0) / 8;
         self.mirror.get(from..from + bytes as usize / 8).unwrap_or(&[])
