@@ -124,109 +124,51 @@ impl LeaseTable {
     /// Checks every row of a plan against the geometry and the leases (X9). Changes no lease.
     ///
     /// # Errors
-    /// The first [`Refusal`] in row order.
+    /// The first [`Refusal`] in the order of rows and of pairs within a row, sources before destinations.
+    #[inline]
     pub fn check(&mut self, plan: &Rows<'_>) -> Result<(), Refusal> {
         let plan_stamp = self.next_stamp(plan.rows.len());
-        let skip_duplicates = planted("x9_skip_duplicates");
-        let skip_in_flight = planted("x9_skip_in_flight");
-        for (index, row) in plan.rows.iter().enumerate() {
-            let at = index as u32;
-            let row_stamp = plan_stamp + 1 + at;
+        for (row, at) in plan.rows.iter().zip(0_u32..) {
             let pairs = Self::row_pairs(at, row, plan.pairs)?;
             self.check_place(at, row, plan, plan_stamp)?;
             let (source, destination) = self.ends(at, row, plan)?;
             let Some(group) = self.groups.get_mut(row.group as usize) else {
                 continue;
             };
-            for pair in pairs {
-                match source {
-                    Some(end) => {
-                        let id = pair.source;
-                        let range = || Refusal::SourceRange {
-                            row: at,
-                            id,
-                            from: end.from,
-                            to: end.to,
-                        };
-                        if id < end.from || id >= end.to {
-                            return Err(range());
-                        }
-                        if id == group.null[end.side] {
-                            return Err(Refusal::NullBlock { row: at, id });
-                        }
-                        if end.side == HOST && id >= group.ready {
-                            return Err(Refusal::NotPinned {
-                                row: at,
-                                id,
-                                ready: group.ready,
-                            }); // X31
-                        }
-                        let block = group.blocks[end.side].get(id as usize).ok_or_else(range)?;
-                        let blocked = block.lease >= WRITTEN || (end.exclusive && block.lease != 0);
-                        if blocked && !skip_in_flight {
-                            return Err(Refusal::SourceInFlight { row: at, id });
-                        }
-                    }
-                    None => {
-                        let slots = group.blocks[DEVICE].len() as u32;
-                        if pair.source != NEW_SLOT && pair.source >= slots {
-                            return Err(Refusal::SourceRange {
-                                row: at,
-                                id: pair.source,
-                                from: 0,
-                                to: slots,
-                            });
-                        }
-                    }
-                }
-                let (id, end) = (pair.destination, destination);
-                if id >= end.to {
-                    return Err(Refusal::DestinationRange {
-                        row: at,
-                        id,
-                        to: end.to,
-                    });
-                }
-                if id == group.null[end.side] {
-                    return Err(Refusal::NullBlock { row: at, id });
-                }
-                let Some(block) = group.blocks[end.side].get_mut(id as usize) else {
-                    return Err(Refusal::DestinationRange {
-                        row: at,
-                        id,
-                        to: end.to,
-                    });
-                };
-                if block.stamp == row_stamp && !skip_duplicates {
-                    return Err(Refusal::DuplicateDestination { row: at, id });
-                }
-                block.stamp = row_stamp;
-                let blocked = block.lease >= WRITTEN || (end.exclusive && block.lease != 0);
-                if blocked && !skip_in_flight {
-                    return Err(Refusal::DestinationInFlight { row: at, id });
-                }
+            // One end at a time, so that each pass is a short loop over one table; the order of refusals is that of
+            // the pairs: a source refuses only once the destinations of the pairs before it have passed.
+            let bad_source = match source {
+                Some(end) => group.first_bad_source(pairs, end),
+                None => group.first_bad_slot(pairs),
+            };
+            let sound = bad_source.and_then(|bad| pairs.get(..bad)).unwrap_or(pairs);
+            if let Some(pair) = group.first_bad_destination(sound, destination, plan_stamp + 1 + at) {
+                return Err(group.destination_refusal(at, pair.destination, destination));
+            }
+            if let Some(pair) = bad_source.and_then(|bad| pairs.get(bad)) {
+                return Err(group.source_refusal(at, pair.source, source));
             }
         }
         Ok(())
     }
 
     /// Leases what a checked plan names, until [`release`](Self::release) of the same plan (X14).
+    #[inline]
     pub fn take(&mut self, plan: &Rows<'_>) {
-        self.each(plan, |block, exclusive| {
-            let written = block.lease & WRITTEN | if exclusive { WRITTEN } else { 0 };
+        self.each(plan, |lease, exclusive| {
+            let written = lease & WRITTEN | if exclusive { WRITTEN } else { 0 };
             // The count is held below its bit: only a hostile record, whose rows share their pairs, gets there.
-            block.lease = ((block.lease & !WRITTEN) + 1).min(WRITTEN - 1) | written;
+            ((lease & !WRITTEN) + 1).min(WRITTEN - 1) | written
         });
     }
 
     /// Returns the leases of a plan that was taken.
+    #[inline]
     pub fn release(&mut self, plan: &Rows<'_>) {
-        self.each(plan, |block, _| {
+        self.each(plan, |lease, _| {
             // X14: free after the last lease, and written until then.
-            block.lease = block.lease.saturating_sub(1);
-            if block.lease == WRITTEN {
-                block.lease = 0;
-            }
+            let left = lease.saturating_sub(1);
+            if left == WRITTEN { 0 } else { left }
         });
     }
 
@@ -398,9 +340,11 @@ impl LeaseTable {
         })
     }
 
-    fn each(&mut self, plan: &Rows<'_>, mut change: impl FnMut(&mut Block, bool)) {
-        for (index, row) in plan.rows.iter().enumerate() {
-            let at = index as u32;
+    /// Changes the lease of every block that a plan names. `change` gets the lease, and whether the plan has the block for
+    /// itself.
+    #[inline]
+    fn each(&mut self, plan: &Rows<'_>, change: impl Fn(u32, bool) -> u32 + Copy) {
+        for (row, at) in plan.rows.iter().zip(0_u32..) {
             let (Ok(pairs), Ok((source, destination))) =
                 (Self::row_pairs(at, row, plan.pairs), self.ends(at, row, plan))
             else {
@@ -409,16 +353,117 @@ impl LeaseTable {
             let Some(group) = self.groups.get_mut(row.group as usize) else {
                 continue;
             };
-            for pair in pairs {
-                if let Some(end) = source
-                    && let Some(block) = group.blocks[end.side].get_mut(pair.source as usize)
-                {
-                    change(block, end.exclusive);
-                }
-                if let Some(block) = group.blocks[destination.side].get_mut(pair.destination as usize) {
-                    change(block, destination.exclusive);
-                }
+            if let Some(end) = source {
+                group.change(pairs.iter().map(|pair| pair.source), end, change);
             }
+            group.change(pairs.iter().map(|pair| pair.destination), destination, change);
+        }
+    }
+}
+
+impl Group {
+    /// Index of the first pair whose source may not be read (or, exclusively, taken) now.
+    #[inline]
+    fn first_bad_source(&self, pairs: &[Pair], end: End) -> Option<usize> {
+        let null = self.null[end.side];
+        let limit = end.limit();
+        // The slice is the range of ids, so that looking a block up is also the check of its range.
+        let to = if end.side == HOST {
+            end.to.min(self.ready)
+        } else {
+            end.to
+        };
+        let blocks = self.blocks[end.side].get(end.from as usize..to as usize).unwrap_or(&[]);
+        pairs.iter().position(|pair| {
+            let block = blocks.get(pair.source.wrapping_sub(end.from) as usize);
+            block.is_none_or(|block| block.lease > limit) || pair.source == null
+        })
+    }
+
+    /// Index of the first pair whose source is no slot of a table.
+    fn first_bad_slot(&self, pairs: &[Pair]) -> Option<usize> {
+        let slots = self.blocks[DEVICE].len() as u32;
+        pairs
+            .iter()
+            .position(|pair| pair.source >= slots && pair.source != NEW_SLOT)
+    }
+
+    /// The first pair whose destination may not be written (or read, for tables) now, or is named twice in the row.
+    #[inline]
+    fn first_bad_destination<'a>(&mut self, pairs: &'a [Pair], end: End, row_stamp: u32) -> Option<&'a Pair> {
+        let null = self.null[end.side];
+        let limit = end.limit();
+        let skip_duplicates = planted("x9_skip_duplicates");
+        let blocks = self.blocks[end.side].get_mut(..end.to as usize).unwrap_or(&mut []);
+        pairs.iter().find(|pair| {
+            let Some(block) = blocks.get_mut(pair.destination as usize) else {
+                return true;
+            };
+            let twice = block.stamp == row_stamp && !skip_duplicates;
+            if !twice {
+                block.stamp = row_stamp;
+            }
+            twice || block.lease > limit || pair.destination == null
+        })
+    }
+
+    /// Why a source is refused: the first reason that holds for it.
+    #[cold]
+    fn source_refusal(&self, row: u32, id: u32, end: Option<End>) -> Refusal {
+        let Some(end) = end else {
+            let to = self.blocks[DEVICE].len() as u32;
+            return Refusal::SourceRange { row, id, from: 0, to };
+        };
+        let (from, to, ready) = (end.from, end.to, self.ready);
+        if id < from || id >= to {
+            Refusal::SourceRange { row, id, from, to }
+        } else if id == self.null[end.side] {
+            Refusal::NullBlock { row, id }
+        } else if end.side == HOST && id >= ready {
+            Refusal::NotPinned { row, id, ready } // X31
+        } else {
+            Refusal::SourceInFlight { row, id }
+        }
+    }
+
+    /// Why a destination is refused: the first reason that holds for it.
+    #[cold]
+    fn destination_refusal(&self, row: u32, id: u32, end: End) -> Refusal {
+        let blocked = self.blocks[end.side]
+            .get(id as usize)
+            .is_some_and(|block| block.lease > end.limit());
+        if id >= end.to {
+            Refusal::DestinationRange { row, id, to: end.to }
+        } else if id == self.null[end.side] {
+            Refusal::NullBlock { row, id }
+        } else if blocked {
+            Refusal::DestinationInFlight { row, id }
+        } else {
+            Refusal::DuplicateDestination { row, id }
+        }
+    }
+
+    #[inline]
+    fn change(&mut self, ids: impl Iterator<Item = u32>, end: End, change: impl Fn(u32, bool) -> u32) {
+        let blocks = &mut self.blocks[end.side];
+        ids.for_each(|id| {
+            if let Some(block) = blocks.get_mut(id as usize) {
+                block.lease = change(block.lease, end.exclusive);
+            }
+        });
+    }
+}
+
+impl End {
+    /// The largest lease that a block may have for this end to take it.
+    #[inline]
+    fn limit(self) -> u32 {
+        if planted("x9_skip_in_flight") {
+            u32::MAX
+        } else if self.exclusive {
+            0
+        } else {
+            WRITTEN - 1
         }
     }
 }

@@ -270,39 +270,42 @@ impl PlanDraft {
         if into.len() * 8 != bytes {
             return Err(counts("record bytes", into.len() * 8, bytes));
         }
-        let header = RecordHeader {
-            commit: position.0 + 1,
-            checksum: 0,
-            length_bytes: bytes as u32,
-            kind: self.kind as u16,
-            version: RECORD_VERSION,
-            must_understand: self.must_understand,
-            may_ignore: if self.tags.is_empty() { 0 } else { FLAG_TAGS },
-            producer_epoch: epoch.0,
-            request_epoch: self.operation.request_epoch.0,
-            operation_id: self.operation.operation_id.0,
-            pool_generation: self.operation.pool_generation.0,
-            map_revision: self.operation.map_revision.0,
-            selection_revision: self.operation.selection_revision.0,
-            target: self.target,
-            row_count: self.rows.len() as u32,
-            pair_count: self.pairs.len() as u32,
-            request_bytes: self.request.len() as u32,
-            mode: self.mode,
-            reserved: [0; 3],
-        };
-        let out = into.as_mut_bytes();
-        let mut rest = out;
-        for part in [
-            header.as_bytes(),
-            &self.request,
-            pad_to_word(self.request.len()),
-            self.rows.as_bytes(),
-            self.pairs.as_bytes(),
-        ] {
-            rest = put(rest, part);
-        }
-        rest = put(rest, self.tags.as_bytes());
+        // Whole words, each stored once: what is written in smaller parts and summed up right after stalls the sum.
+        let flags = if self.tags.is_empty() { 0 } else { FLAG_TAGS };
+        let header: [u64; HEADER_BYTES / 8] = [
+            position.0 + 1,
+            0,
+            word(
+                bytes as u32,
+                u32::from(self.kind as u16) | u32::from(RECORD_VERSION) << 16,
+            ),
+            word(self.must_understand, flags),
+            epoch.0,
+            self.operation.request_epoch.0,
+            self.operation.operation_id.0,
+            self.operation.pool_generation.0,
+            self.operation.map_revision.0,
+            self.operation.selection_revision.0,
+            self.target,
+            word(self.rows.len() as u32, self.pairs.len() as u32),
+            word(self.request.len() as u32, self.mode),
+            0,
+            0,
+            0,
+        ];
+        let rest = put(into, header.into_iter());
+        let rest = put(rest, self.request.chunks(8).map(padded_word));
+        let rows = self.rows.iter().flat_map(|row| {
+            [
+                word(row.layer, row.group),
+                word(u32::from(row.source_kind) | u32::from(row.flags) << 16, row.valid),
+                word(row.pairs_at, row.pairs),
+                word(row.valid_tokens, row.reserved),
+            ]
+        });
+        let rest = put(rest, rows);
+        let rest = put(rest, self.pairs.iter().map(|pair| word(pair.source, pair.destination)));
+        let rest = put(rest, self.tags.iter().copied());
         rest.fill(0);
         seal(into);
         Ok(())
@@ -325,17 +328,32 @@ pub fn seal(record: &mut [u64]) {
     }
 }
 
-fn put<'a>(into: &'a mut [u8], part: &[u8]) -> &'a mut [u8] {
-    // The lengths were added up by `record_bytes`; a mismatch would be a bug of this file and cuts the record, which
-    // its checksum and counts then refuse.
-    let n = part.len().min(into.len());
-    let (head, rest) = into.split_at_mut(n);
-    head.copy_from_slice(&part[..n]);
-    rest
+/// Stores words and returns what is left. The lengths were added up by `record_bytes`; a mismatch would be a bug of this
+/// file and cuts the record, which its checksum and counts then refuse.
+#[inline]
+fn put(into: &mut [u64], words: impl Iterator<Item = u64>) -> &mut [u64] {
+    let mut stored = 0;
+    for (slot, word) in into.iter_mut().zip(words) {
+        *slot = word;
+        stored += 1;
+    }
+    into.get_mut(stored..).unwrap_or(&mut [])
 }
 
-fn pad_to_word(len: usize) -> &'static [u8] {
-    &[0; 8][..len.next_multiple_of(8) - len]
+/// Two 32-bit fields that follow each other, as one word. Records are little-endian, as are the machines that share
+/// them.
+#[inline]
+fn word(first: u32, second: u32) -> u64 {
+    u64::from(first) | u64::from(second) << 32
+}
+
+/// Up to eight bytes as a word, zeros behind them.
+#[inline]
+fn padded_word(bytes: &[u8]) -> u64 {
+    match bytes.try_into() {
+        Ok(whole) => u64::from_le_bytes(whole),
+        Err(_) => bytes.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte)),
+    }
 }
 
 /// A record whose framing, checksum and counts hold. What its ids name is checked by

@@ -336,10 +336,11 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
         let record = self.reader.record(ticket.at);
         let identity = record.get(1).copied().unwrap_or(0);
         let producer = ProcessEpoch(record.get(4).copied().unwrap_or(0));
-        if let Ok(plan) = Plan::parse_checked_before(record) {
+        // The answer first: the producer waits for it, and nobody but this thread looks at these leases.
+        self.answer(ticket.at.position, identity, producer, outcome);
+        if let Ok(plan) = Plan::parse_checked_before(self.reader.record(ticket.at)) {
             self.leases.release(&plan.lease_rows());
         }
-        self.answer(ticket.at.position, identity, producer, outcome);
         if let Some(open) = self.open.get_mut((ticket.sequence - self.first_sequence) as usize) {
             open.answered = true;
         }

@@ -151,27 +151,44 @@ pub struct Counts {
     pub conflicting: u64,
 }
 
+/// One line: the window of records in flight is walked at every poll. What else a completion says is in the record.
 struct InFlight {
     position: u64,
-    bytes: u64,
-    kind: Kind,
-    operation: Operation,
-    identity: u64,
-    producer_epoch: u64,
     /// Ranks that have not answered.
     pending: u64,
-    worst: Terminal,
-    worst_rank: u32,
-    reason: u16,
-    row: u32,
     bytes_moved: u64,
     device_ns: u64,
-    digest: Option<u64>,
-    digests_differ: bool,
+    digest: u64,
+    bytes: u32,
+    row: u32,
     /// Aborts in flight that name this operation: its leases outlast them (X15).
     aborts: u32,
+    reason: u16,
+    kind: Kind,
+    worst: Terminal,
+    worst_rank: u8,
+    digests: Digests,
     released: bool,
     recovered: bool,
+}
+
+const _: () = assert!(size_of::<InFlight>() == 64);
+
+/// What the ranks that have answered said about the request's device state.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Digests {
+    None,
+    Equal,
+    Differ,
+}
+
+/// A record that is in the ring and not followed yet.
+struct Written {
+    padding: Option<(Position, u64)>,
+    position: Position,
+    bytes: u64,
+    /// The operation that an Abort names, as an index of those in flight.
+    target: Option<usize>,
 }
 
 struct RankState<R> {
@@ -370,6 +387,31 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
     /// # Errors
     /// [`PublishError`]: the draft is as it was, nothing is leased, nothing is written.
     pub fn enqueue(&mut self, draft: &PlanDraft) -> Result<Position, PublishError> {
+        let written = self.write(draft)?;
+        self.hold(draft, &written);
+        Ok(written.position)
+    }
+
+    /// Makes every enqueued record visible to the ranks, with one release store. The caller then wakes sleepers.
+    pub fn flush(&mut self) {
+        self.ring.commit();
+    }
+
+    /// [`enqueue`](Self::enqueue) and [`flush`](Self::flush) of one draft.
+    ///
+    /// # Errors
+    /// As [`enqueue`](Self::enqueue).
+    pub fn publish(&mut self, draft: &PlanDraft) -> Result<Position, PublishError> {
+        let written = self.write(draft)?;
+        self.flush();
+        // While the ranks already read: nobody but this thread looks at the leases.
+        self.hold(draft, &written);
+        Ok(written.position)
+    }
+
+    /// Checks a draft and writes its record.
+    #[inline]
+    fn write(&mut self, draft: &PlanDraft) -> Result<Written, PublishError> {
         let kind = draft.kind();
         let control = kind.is_control();
         if !control && let Some(closed) = self.closed {
@@ -389,38 +431,32 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
                 oldest: self.oldest(),
             },
         })?;
-        let rows = draft.lease_rows();
-        self.leases.check(&rows)?; // X9
+        self.leases.check(&draft.lease_rows())?; // X9
         let (padding, position) = self.ring.write(draft, self.epoch, bytes)?;
-        self.leases.take(&rows); // X14
-        if let Some(op) = target.and_then(|target| self.in_flight.get_mut(target)) {
+        Ok(Written {
+            padding,
+            position,
+            bytes,
+            target,
+        })
+    }
+
+    /// Leases what a written record names, and follows it until it is terminal.
+    #[inline]
+    fn hold(&mut self, draft: &PlanDraft, written: &Written) {
+        self.leases.take(&draft.lease_rows()); // X14
+        if let Some(op) = written.target.and_then(|target| self.in_flight.get_mut(target)) {
             op.aborts += 1; // X15
         }
-        if let Some((at, length)) = padding {
-            self.track(at, length, Kind::Padding, Operation::default(), false);
+        if let Some((at, length)) = written.padding {
+            self.track(at, length, Kind::Padding, false);
         }
-        self.track(position, bytes, kind, draft.operation(), false);
-        if kind == Kind::Reset {
+        self.track(written.position, written.bytes, draft.kind(), false);
+        if draft.kind() == Kind::Reset {
             self.generation = draft.operation().pool_generation;
             self.control().store_release(GENERATION_AT, self.generation.0); // read by inspecting peers only
             self.refresh_open();
         }
-        Ok(position)
-    }
-
-    /// Makes every enqueued record visible to the ranks, with one release store. The caller then wakes sleepers.
-    pub fn flush(&mut self) {
-        self.ring.commit();
-    }
-
-    /// [`enqueue`](Self::enqueue) and [`flush`](Self::flush) of one draft.
-    ///
-    /// # Errors
-    /// As [`enqueue`](Self::enqueue).
-    pub fn publish(&mut self, draft: &PlanDraft) -> Result<Position, PublishError> {
-        let position = self.enqueue(draft)?;
-        self.flush();
-        Ok(position)
     }
 
     /// Reads the ranks' answers, in ring order per rank and, now and then, those that came out of order. Returns the
@@ -447,7 +483,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
     pub fn oldest(&self) -> Option<Oldest> {
         let op = self.in_flight.iter().find(|op| op.pending != 0)?;
         let rank = Rank(op.pending.trailing_zeros());
-        let operation_id = op.operation.operation_id.0;
+        let operation_id = Self::record(&self.ring, op).get(6).copied().unwrap_or(0);
         Some(Oldest {
             position: Position(op.position),
             operation_id,
@@ -528,39 +564,35 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
     }
 
     /// Adds a record to those in flight. Ranks without a worker have lost it already.
-    fn track(&mut self, position: Position, bytes: u64, kind: Kind, operation: Operation, recovered: bool) {
+    #[inline]
+    fn track(&mut self, position: Position, bytes: u64, kind: Kind, recovered: bool) {
         let mut pending = 0;
         let mut missing = None;
-        for (state, index) in self.ranks.iter().zip(0_u32..) {
+        for (state, index) in self.ranks.iter().zip(0_u8..) {
             if state.segment.is_some() && position >= state.member.first {
                 pending |= 1 << index;
             } else {
                 missing = Some(index);
             }
         }
-        let record = self.ring.record(position, 64.min(bytes));
-        let word = |i: usize| record.get(i).copied().unwrap_or(0);
         self.in_flight.push_back(InFlight {
             position: position.0,
-            bytes,
-            kind,
-            operation,
-            identity: word(1),
-            producer_epoch: word(4),
             pending,
+            bytes_moved: 0,
+            device_ns: 0,
+            digest: 0,
+            bytes: bytes as u32, // At most the ring's size, which is far below 2^32.
+            row: u32::MAX,
+            aborts: 0,
+            reason: 0,
+            kind,
             worst: if missing.is_some() {
                 Terminal::RankLost
             } else {
                 Terminal::Done
             },
             worst_rank: missing.unwrap_or(0),
-            reason: 0,
-            row: u32::MAX,
-            bytes_moved: 0,
-            device_ns: 0,
-            digest: None,
-            digests_differ: false,
-            aborts: 0,
+            digests: Digests::None,
             released: false,
             recovered,
         });
@@ -569,8 +601,19 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         }
     }
 
+    /// The record of an operation, as far as it was copied: all of it, or the first line of a padding record.
+    #[inline]
+    fn record<'a>(ring: &'a PlanWriter<C>, op: &InFlight) -> &'a [u64] {
+        let bytes = if op.kind == Kind::Padding {
+            64
+        } else {
+            u64::from(op.bytes)
+        };
+        ring.record(Position(op.position), bytes)
+    }
+
     /// Adds a record that a takeover read from the journal: its leases are held like those of any record in flight.
-    pub(crate) fn track_journaled(&mut self, record: Journaled, operation: Operation) {
+    pub(crate) fn track_journaled(&mut self, record: Journaled) {
         if let Ok(plan) = Plan::parse_checked_before(self.ring.record(record.position, record.bytes)) {
             self.leases.take(&plan.lease_rows());
             let target = plan.header().target;
@@ -580,7 +623,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
                 op.aborts += 1; // X15
             }
         }
-        self.track(record.position, record.bytes, record.kind, operation, true);
+        self.track(record.position, record.bytes, record.kind, true);
     }
 
     fn abort_target(&self, draft: &PlanDraft) -> Result<usize, PublishError> {
@@ -686,13 +729,15 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
     }
 
     /// Matches an answer against the record it answers (X12), and takes it.
+    #[inline]
     fn take_answer(&mut self, at: usize, rank: Rank, slot: &TerminalSlot) {
-        let op = &self.in_flight[at];
+        let record = Self::record(&self.ring, &self.in_flight[at]);
+        let word = |i: usize| record.get(i).copied().unwrap_or(0);
+        let (identity, producer_epoch) = (word(1), word(4));
         let state = &mut self.ranks[rank.index()];
         state.answers += 1;
         let epoch = state.member.epoch.0;
-        let belongs =
-            slot.identity == op.identity && slot.producer_epoch == op.producer_epoch && slot.worker_epoch == epoch;
+        let belongs = slot.identity == identity && slot.producer_epoch == producer_epoch && slot.worker_epoch == epoch;
         let terminal = match Terminal::from_slot(slot.status) {
             Some(terminal) if belongs => terminal,
             _ => {
@@ -703,21 +748,22 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         self.answer(at, rank, terminal, Some(slot));
     }
 
+    #[inline]
     fn answer(&mut self, at: usize, rank: Rank, terminal: Terminal, slot: Option<&TerminalSlot>) {
         let op = &mut self.in_flight[at];
         op.pending &= !(1 << rank.0);
         if let Some(slot) = slot {
             op.bytes_moved = op.bytes_moved.saturating_add(slot.bytes_moved);
             op.device_ns = op.device_ns.max(slot.device_ns);
-            match op.digest {
-                None => op.digest = Some(slot.digest),
-                Some(digest) if digest != slot.digest => op.digests_differ = true,
-                Some(_) => {}
+            if op.digests == Digests::None {
+                (op.digest, op.digests) = (slot.digest, Digests::Equal);
+            } else if op.digest != slot.digest {
+                op.digests = Digests::Differ;
             }
         }
         if terminal > op.worst {
             op.worst = terminal;
-            op.worst_rank = rank.0;
+            op.worst_rank = rank.0 as u8; // Below MAX_RANKS, 64.
             op.reason = slot.map_or(0, |s| s.reason);
             op.row = slot.map_or(u32::MAX, |s| s.row);
         }
@@ -734,19 +780,23 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
             self.in_flight[at].released = true;
             return;
         }
-        let completion = Completion {
+        let plan = Plan::parse_checked_before(Self::record(&self.ring, op)).ok();
+        let (operation, target) = plan.map_or((Operation::default(), u64::MAX), |plan| {
+            (plan.operation(), plan.header().target)
+        });
+        self.completions.push_back(Completion {
             position: Position(op.position),
             kind: op.kind,
-            operation: op.operation,
+            operation,
             terminal: op.worst,
-            rank: Rank(op.worst_rank),
+            rank: Rank(u32::from(op.worst_rank)),
             reason: op.reason,
             row: op.row,
             bytes_moved: op.bytes_moved,
             device_ns: op.device_ns,
-            digest: op.digest.filter(|_| !op.digests_differ),
+            digest: (op.digests == Digests::Equal).then_some(op.digest),
             recovered: op.recovered,
-        };
+        });
         match op.worst {
             Terminal::Done => self.counts.done += 1,
             Terminal::Failed => self.counts.failed += 1,
@@ -754,24 +804,18 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
             Terminal::Superseded => self.counts.superseded += 1,
             Terminal::RankLost => self.counts.rank_lost += 1,
         }
-        if op.kind == Kind::Reset {
-            self.refresh_open();
-        }
-        if completion.kind == Kind::Abort {
-            self.abort_ended(at);
+        match op.kind {
+            Kind::Reset => self.refresh_open(),
+            Kind::Abort => self.abort_ended(target),
+            _ => {}
         }
         if self.in_flight[at].aborts == 0 || planted("x15_release_before_abort_ends") {
             self.release(at);
         }
-        self.completions.push_back(completion);
     }
 
-    fn abort_ended(&mut self, at: usize) {
-        let op = &self.in_flight[at];
-        let target = match Plan::parse_checked_before(self.ring.record(Position(op.position), op.bytes)) {
-            Ok(plan) => plan.header().target,
-            Err(_) => return,
-        };
+    /// An Abort of the operation at `target` is terminal on every rank.
+    fn abort_ended(&mut self, target: u64) {
         let Ok(index) = self.in_flight.binary_search_by_key(&target, |op| op.position) else {
             return;
         };
@@ -784,14 +828,14 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         }
     }
 
+    #[inline]
     fn release(&mut self, at: usize) {
         let op = &mut self.in_flight[at];
         if op.released {
             return;
         }
         op.released = true;
-        let record = self.ring.record(Position(op.position), op.bytes);
-        if let Ok(plan) = Plan::parse_checked_before(record) {
+        if let Ok(plan) = Plan::parse_checked_before(Self::record(&self.ring, op)) {
             self.leases.release(&plan.lease_rows());
         }
     }

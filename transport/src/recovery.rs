@@ -6,7 +6,7 @@
 
 use kvsluice_layout::ids::{Incarnation, PoolGeneration, Position, ProcessEpoch, Rank};
 use kvsluice_layout::lease::LeaseTable;
-use kvsluice_layout::plan::{Operation, Plan};
+use kvsluice_layout::plan::Plan;
 use kvsluice_layout::record::{HEADER_BYTES, Kind, LINE_BYTES, LINE_WORDS, checksum};
 use kvsluice_layout::refusal::Refusal;
 use kvsluice_layout::region::{GENERATION_AT, INCARNATION_AT, PRODUCER_EPOCH_AT, RECLAIM_AT, RegionMap};
@@ -137,15 +137,13 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         };
         let mut journal = Vec::new();
         let (reclaim, tail) = scan(&control, shape, |record, words| {
-            let mut operation = Operation::default();
             if record.kind != Kind::Padding {
-                let plan = Plan::parse_checked_before(words).map_err(|refusal| TakeoverError::Refused {
+                Plan::parse_checked_before(words).map_err(|refusal| TakeoverError::Refused {
                     position: record.position,
                     refusal,
                 })?;
-                operation = plan.operation();
             }
-            journal.push((record, operation, words.to_vec()));
+            journal.push((record, words.to_vec()));
             Ok(())
         })?;
         let incarnation = Incarnation(control.load(INCARNATION_AT).saturating_add(1));
@@ -153,7 +151,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         control.store(PRODUCER_EPOCH_AT, epoch.0);
         let generation = PoolGeneration(control.load(GENERATION_AT));
         let mut writer = PlanWriter::new(control, shape, RECLAIM_AT, reclaim.0, tail.0);
-        for (record, _, words) in &journal {
+        for (record, words) in &journal {
             writer.fill_mirror(record.position, words);
         }
         let mut producer = Self::assemble(map, writer, leases, epoch, generation);
@@ -168,8 +166,8 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
                 write_member(producer.control(), producer.map(), rank, Member::MISSING);
             }
         }
-        for (record, operation, _) in journal {
-            producer.track_journaled(record, operation);
+        for (record, _) in journal {
+            producer.track_journaled(record);
         }
         producer.poll_thorough();
         Ok(producer)

@@ -202,6 +202,12 @@ impl<M: SharedMut> PlanWriter<M> {
         if !planted("x10_stale_tail") {
             self.memory.store(self.shape.shared_at(self.tail), 0);
         }
+        // Readers poll this line: all of it is stored in one go, or it would travel twice.
+        let from = self.shape.offset(first) / 8;
+        self.memory.copy_in(
+            self.shape.shared_at(first) + 8,
+            &self.mirror[from + 1..from + LINE_WORDS],
+        );
         let commit = first + 1;
         if planted("x10_relaxed_commit") {
             self.memory.store(self.shape.shared_at(first), commit);
@@ -226,6 +232,7 @@ impl<M: SharedMut> PlanWriter<M> {
     }
 
     /// The record at `position`, as this process wrote it or read it at a takeover.
+    #[inline]
     pub fn record(&self, position: Position, bytes: u64) -> &[u64] {
         let from = self.shape.offset(position.0) / 8;
         self.mirror.get(from..from + bytes as usize / 8).unwrap_or(&[])
@@ -256,7 +263,7 @@ impl<M: SharedMut> PlanWriter<M> {
         let at = self.shape.shared_at(position);
         let first_word = if self.batch.is_none() {
             self.batch = Some(position);
-            1
+            LINE_WORDS
         } else {
             0
         };
@@ -342,6 +349,9 @@ impl<M: Shared> PlanReader<M> {
         let at = self.shape.shared_at(self.cursor);
         let commit = self.memory.load_acquire(at); // pairs with: ring::PlanWriter::commit
         if commit == 0 {
+            // A record is seldom one line: its next lines come with the first, and not one after the other.
+            self.memory.prefetch(at + LINE_BYTES);
+            self.memory.prefetch(at + 2 * LINE_BYTES);
             return Ok(None);
         }
         let position = Position(self.cursor);

@@ -32,6 +32,10 @@ pub trait Shared {
         word
     }
 
+    /// Asks for the line at `at` ahead of its use. A hint: nothing is read, and `at` may lie outside the segment.
+    #[inline]
+    fn prefetch(&self, _at: usize) {}
+
     /// Reads a 32-bit word (a futex counter) without ordering.
     fn load_u32(&self, at: usize) -> u32;
 

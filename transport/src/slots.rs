@@ -24,8 +24,20 @@ fn slot_at(shape: RingShape, position: Position) -> usize {
 #[inline]
 pub fn write_slot<M: SharedMut>(memory: &M, shape: RingShape, position: Position, answer: &TerminalSlot) {
     let at = slot_at(shape, position);
-    let mut words = [0_u64; SLOT_WORDS];
-    words.as_mut_bytes().copy_from_slice(answer.as_bytes());
+    // Put together from registers: what is stored in small parts and loaded as words right after stalls.
+    let words: [u64; SLOT_WORDS] = [
+        position.0 + 1,
+        answer.identity,
+        answer.producer_epoch,
+        answer.worker_epoch,
+        u64::from(answer.status)
+            | u64::from(answer.partial) << 8
+            | u64::from(answer.reason) << 16
+            | u64::from(answer.row) << 32,
+        answer.bytes_moved,
+        answer.device_ns,
+        answer.digest,
+    ];
     if planted("x12_commit_first") {
         memory.store(at, position.0 + 1);
         memory.copy_in(at + 8, &words[1..]);
