@@ -171,6 +171,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         for (record, operation, _) in journal {
             producer.track_journaled(record, operation);
         }
+        producer.complete_unowed();
         producer.poll_thorough();
         Ok(producer)
     }
