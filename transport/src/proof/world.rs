@@ -688,7 +688,7 @@ impl World {
             assert!(!record.is_owed(), "{label}: {} was never answered", record.position);
             assert!(record.ended_in.is_some(), "{label}: {} never ended", record.position);
         }
-        self.records.clear();
+        self.forget();
     }
 
     /// Receives and answers everything there is, and polls.
