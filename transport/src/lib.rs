@@ -41,6 +41,7 @@ pub mod segment;
 #[cfg(not(loom))]
 pub mod watcher;
 
-#[cfg(test)]
-#[cfg(not(loom))]
+#[cfg(all(test, not(loom)))]
+mod proof;
+#[cfg(all(test, not(loom)))]
 mod test_process;

@@ -5,6 +5,7 @@
 //! over after a crash at any store, sees the old pair or the new one, never a mixture.
 
 use kvsluice_layout::ids::{Position, ProcessEpoch, Rank};
+use kvsluice_layout::planted::planted;
 use kvsluice_layout::region::RegionMap;
 
 use crate::shared::{Shared, SharedMut};
@@ -45,7 +46,8 @@ pub fn read_member<M: Shared>(control: &M, map: &RegionMap, rank: Rank) -> Membe
 
 /// Replaces the entry of a rank.
 pub fn write_member<M: SharedMut>(control: &M, map: &RegionMap, rank: Rank, member: Member) {
-    let selector = control.load(map.member_at(rank)).wrapping_add(1);
+    let step = u64::from(!planted("x24_member_in_place"));
+    let selector = control.load(map.member_at(rank)).wrapping_add(step);
     let at = copy_at(map, rank, selector);
     control.store(at, member.epoch.0);
     control.store(at + 8, member.first.0);

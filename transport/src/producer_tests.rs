@@ -10,7 +10,7 @@ use kvsluice_layout::plan::{Operation, PlanDraft};
 use kvsluice_layout::planes::GeometryMap;
 use kvsluice_layout::presets::{Sizing, preset};
 use kvsluice_layout::record::{SourceKind, Terminal};
-use kvsluice_layout::region::{MIN_RING_BYTES, RegionMap, TERMINALS_AT};
+use kvsluice_layout::region::{MIN_RING_BYTES, RegionMap, SLOTS_AT, TERMINALS_AT};
 
 use crate::port::{Incoming, Outcome, Port, Ticket};
 use crate::producer::{Producer, PublishError};
@@ -307,4 +307,26 @@ fn x33_absurd_counters_of_several_ranks_do_not_overflow_the_statistics() {
         segment.store(TERMINALS_AT, u64::MAX);
     }
     assert_eq!(bench.producer.counts().duplicate, u64::MAX);
+}
+
+#[test]
+fn x16_an_answer_given_twice_is_counted_and_changes_nothing() {
+    let mut bench = Bench::new(1);
+    let at = bench.producer.publish(&upload(1, &[(1, 1)])).expect("published");
+    let ticket = receive(&mut bench.ports[0]);
+    bench.ports[0].finish(ticket, &Outcome::done(64, 0, 0));
+    bench.producer.poll();
+    assert_eq!(
+        bench.producer.next_completion().map(|c| c.terminal),
+        Some(Terminal::Done)
+    );
+    let slot = SLOTS_AT + bench.producer.shape().offset(at.0);
+    bench.segments[0].store(slot + 32, Terminal::Failed as u64);
+    bench.segments[0].store_release(slot, at.0 + 1);
+    bench.segments[0].store(TERMINALS_AT, bench.segments[0].load(TERMINALS_AT) + 1);
+    assert_eq!(
+        (bench.producer.poll_thorough(), bench.producer.counts().duplicate),
+        (0, 1)
+    );
+    assert_eq!((bench.producer.counts().done, bench.producer.counts().failed), (2, 0));
 }

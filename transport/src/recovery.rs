@@ -169,6 +169,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         for (record, _) in journal {
             producer.track_journaled(record);
         }
+        producer.complete_unowed();
         producer.poll_thorough();
         Ok(producer)
     }

@@ -215,6 +215,9 @@ impl<M: SharedMut> PlanWriter<M> {
             // pairs with: ring::PlanReader::receive, which acquires the commit word.
             self.memory.store_release(self.shape.shared_at(first), commit);
         }
+        if planted("x10_reclaim_late") {
+            self.memory.store_release(self.reclaim_at, self.reclaim);
+        }
     }
 
     /// True where records are written and not committed.
@@ -252,7 +255,7 @@ impl<M: SharedMut> PlanWriter<M> {
 
     /// Copies the mirror's record into the ring. The commit word goes in only behind the first record of a batch.
     fn store_record(&mut self, position: u64, copied: u64, length: u64) {
-        if self.reclaim != self.reclaim_stored {
+        if self.reclaim != self.reclaim_stored && !planted("x10_reclaim_late") {
             self.memory.store_release(self.reclaim_at, self.reclaim);
             self.reclaim_stored = self.reclaim;
             // X10: whoever sees a byte of the new record also sees the reclaim that allowed it.
@@ -261,12 +264,12 @@ impl<M: SharedMut> PlanWriter<M> {
         }
         let from = self.shape.offset(position) / 8;
         let at = self.shape.shared_at(position);
-        let first_word = if self.batch.is_none() {
-            self.batch = Some(position);
+        let first_word = if self.batch.is_none() && !planted("x10_commit_early") {
             LINE_WORDS
         } else {
             0
         };
+        self.batch.get_or_insert(position);
         let words = &self.mirror[from + first_word..from + copied as usize / 8];
         self.memory.copy_in(at + first_word * 8, words);
         self.tail = position + length;
