@@ -20,5 +20,7 @@ pub mod retain;
 pub mod retain_steps;
 pub mod selection;
 pub mod selector;
+pub mod store;
 pub mod table;
+pub mod trace;
 pub mod whole_blocks;
