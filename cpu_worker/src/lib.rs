@@ -18,6 +18,7 @@ pub mod rank_set;
 pub mod residency;
 pub mod retain;
 pub mod retain_steps;
+pub mod rounds;
 pub mod selection;
 pub mod selector;
 pub mod store;
