@@ -459,10 +459,16 @@ struct Door {
     pool: OwnedFd,
     segment: OwnedFd,
     residency: Vec<u8>,
+    /// The process that this worker works for, unless it is proven dead.
+    producer_lives: Option<u32>,
 }
 
 impl SurvivorState for Door {
-    fn holdings(&mut self, _call: &Call) -> Result<Holdings<'_>, Mismatch> {
+    fn holdings(&mut self, call: &Call) -> Result<Holdings<'_>, Mismatch> {
+        // X20: the lock of a producer that lives may have been deleted from under it; its proof cannot.
+        if let Some(pid) = self.producer_lives {
+            return Err(Mismatch::occupied("producer", format!("pid {}", call.pid), Some(pid)));
+        }
         Ok(Holdings {
             surviving: self.surviving.clone(),
             control: self.control.as_fd(),
@@ -510,6 +516,7 @@ impl Process {
             pool: pool_fd,
             segment: accepted.rank,
             residency: Vec::new(),
+            producer_lives: None,
         };
         Ok(Self {
             control: worker.port().control().clone(),
@@ -601,6 +608,8 @@ impl Process {
             return Ok(());
         }
         self.door.residency = export(&self.worker);
+        let proof = self.producer.proof();
+        self.door.producer_lives = (!proof.is_dead()).then(|| proof.holder().shown_pid().unwrap_or(0));
         for verdict in self.survivor.poll(now_ns, &mut self.door)? {
             match verdict {
                 Verdict::Adopted {

@@ -124,6 +124,15 @@ impl Writer {
     }
 }
 
+/// Makes `queue` wait for all compute so far: before destinations are overwritten (X19), before a write-back reads what
+/// compute wrote (D6), and before a Reset empties the device (X24a).
+pub fn after_compute<D: Device + ?Sized>(device: &mut D, queue: Queue) -> Result<(), StartError> {
+    let fence = device.record(Queue::Compute)?;
+    let waits = device.wait(queue, fence);
+    device.release(fence); // the queue waits for it all the same
+    Ok(waits?)
+}
+
 /// The writers of one device and their readers. Sized at start; no call but `start` costs more than its own work.
 pub struct Readers {
     writers: Vec<Writer>,
@@ -205,10 +214,7 @@ impl Readers {
             }
         }
         if !planted("no_reader_fence") {
-            let fence = device.record(Queue::Compute)?;
-            let waits = device.wait(queue, fence);
-            device.release(fence);
-            waits?;
+            after_compute(device, queue)?;
             for &fence in &self.fences {
                 device.wait(queue, fence)?;
             }

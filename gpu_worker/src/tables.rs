@@ -17,6 +17,7 @@ use kvsluice_layout::ids::{DecoderLayer, GroupId, MapRevision, PoolGeneration, R
 use kvsluice_layout::plan::Operation;
 use kvsluice_layout::planes::GeometryMap;
 use kvsluice_layout::planted::planted;
+use kvsluice_layout::record::Pair;
 use xxhash_rust::xxh3::Xxh3;
 
 pub use staged::{StageError, Staged, TableFault};
@@ -60,7 +61,7 @@ impl Shape {
 }
 
 /// One table.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 struct Table {
     /// Physical block by resident slot.
     blocks: Vec<u32>,
@@ -68,7 +69,7 @@ struct Table {
 }
 
 /// Of one group: who owns what, and the table of its layers where they share one.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 struct Group {
     /// Ascending and distinct once [`State::settle`]d.
     owned: Vec<u32>,
@@ -77,8 +78,10 @@ struct Group {
 }
 
 /// All that a rank knows of one request.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 struct State {
+    /// The opaque id, whole (R49).
+    request: Vec<u8>,
     epoch: RequestEpoch,
     map_revision: MapRevision,
     selection_revision: SelectionRevision,
@@ -137,10 +140,10 @@ impl State {
     }
 
     /// XXH3-64 of the canonical form: lengths in front of everything that has one, so that no two states have one form.
-    fn digest(&self, request: &[u8], shape: &Shape) -> u64 {
+    fn digest(&self, shape: &Shape) -> u64 {
         let mut hash = Xxh3::new();
-        hash.update(&(request.len() as u64).to_le_bytes());
-        hash.update(request);
+        hash.update(&(self.request.len() as u64).to_le_bytes());
+        hash.update(&self.request);
         for number in [self.epoch.0, self.map_revision.0, self.selection_revision.0] {
             hash.update(&number.to_le_bytes());
         }
@@ -169,6 +172,13 @@ impl Table {
     fn copy_from(&mut self, other: &Self) {
         self.blocks.clone_from(&other.blocks);
         self.valid_tokens = other.valid_tokens;
+    }
+
+    /// Makes it the physical blocks of `pairs`, in their order.
+    fn set(&mut self, pairs: &[Pair], valid_tokens: u32) {
+        self.blocks.clear();
+        self.blocks.extend(pairs.iter().map(|pair| pair.destination));
+        self.valid_tokens = valid_tokens;
     }
 
     fn hash(&self, hash: &mut Xxh3) {
@@ -342,59 +352,57 @@ impl TableStore {
             Some(state) => next.copy_from(state),
             None => next.clear(&self.shape),
         }
+        next.request.clear();
+        next.request.extend_from_slice(request);
         next.epoch = operation.request_epoch;
         next.map_revision = operation.map_revision;
         next.selection_revision = operation.selection_revision;
         let slot = entry.map_or(TableSlot(0), |entry| entry.slot);
-        Ok(Staged::new(
-            Arc::clone(&self.shape),
-            request,
-            next,
-            slot,
-            self.generation,
-        ))
+        Ok(Staged::new(Arc::clone(&self.shape), next, slot, self.generation))
     }
 
     /// Makes a staged change the state of its request, all of it at once. `None` where a Reset came in between: then it
     /// is discarded.
-    pub fn swap(&mut self, staged: Staged) -> Option<Swapped> {
-        let mut staged = staged;
+    pub fn swap(&mut self, mut staged: Staged) -> Option<Swapped> {
         staged.settle();
         let ended = staged.is_ended();
-        let (request, next, generation) = staged.into_parts();
+        let (next, generation) = staged.into_parts();
         let entry = self
             .entries
-            .get_mut(request.as_ref())
+            .get_mut(next.request.as_slice())
             .filter(|_| generation == self.generation);
         let Some(entry) = entry else {
             self.spare.push(next);
             return None;
         };
-        let digest = next.digest(&request, &self.shape);
+        let digest = next.digest(&self.shape);
         self.digest = self.digest.wrapping_sub(entry.digest).wrapping_add(digest);
         entry.digest = digest;
         entry.staged = false;
-        self.spare.extend(entry.state.replace(next));
         if ended {
             self.digest = self.digest.wrapping_sub(digest);
-            self.remove(&request);
+            self.remove(&next.request);
+            self.spare.push(next);
+        } else {
+            self.spare.extend(entry.state.replace(next));
         }
         Some(Swapped { digest, ended })
     }
 
     /// Drops a staged change: the old state stands (R59).
     pub fn discard(&mut self, staged: Staged) {
-        let (request, next, generation) = staged.into_parts();
-        self.spare.push(next);
-        if generation != self.generation {
-            return;
-        }
-        if let Some(entry) = self.entries.get_mut(request.as_ref()) {
+        let (next, generation) = staged.into_parts();
+        let entry = self
+            .entries
+            .get_mut(next.request.as_slice())
+            .filter(|_| generation == self.generation);
+        if let Some(entry) = entry {
             entry.staged = false;
             if entry.state.is_none() {
-                self.remove(&request);
+                self.remove(&next.request);
             }
         }
+        self.spare.push(next);
     }
 
     fn remove(&mut self, request: &[u8]) {

@@ -1,6 +1,7 @@
 //! How bytes move between the processes of a channel: segments, ring, completions, waiting, attach, recovery.
 
 // The protocol: runs on any memory, and so also under loom.
+pub mod clock;
 pub mod members;
 pub mod port;
 pub mod producer;
@@ -8,12 +9,17 @@ pub mod recovery;
 pub mod ring;
 pub mod shared;
 pub mod slots;
+pub mod wait;
 
 // The operating system.
 #[cfg(not(loom))]
 pub mod attach;
 #[cfg(not(loom))]
-pub mod clock;
+pub mod clean;
+#[cfg(not(loom))]
+pub mod doctor;
+#[cfg(not(loom))]
+pub mod event_bridge;
 #[cfg(not(loom))]
 pub mod limits;
 #[cfg(not(loom))]
@@ -32,9 +38,9 @@ pub mod peers;
 pub mod runtime_dir;
 #[cfg(not(loom))]
 pub mod segment;
-pub mod wait;
 #[cfg(not(loom))]
 pub mod watcher;
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod test_process;

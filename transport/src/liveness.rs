@@ -164,3 +164,67 @@ impl PeerLife {
         self.life.fetch_max(life as u8, Ordering::Release) < life as u8
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::link::{Link, Listener};
+    use crate::lock::RoleLock;
+    use crate::names::ChannelName;
+    use crate::peers::Peers;
+    use crate::runtime_dir::RuntimeDir;
+    use crate::test_process::{Second, listen, part, say};
+
+    #[test]
+    fn x23_a_life_only_gets_worse() {
+        let life = PeerLife::default();
+        assert_eq!(life.get(), Life::Alive);
+        assert!(life.worsen(Life::Suspect) && !life.worsen(Life::Suspect));
+        assert!(life.worsen(Life::Dead) && !life.worsen(Life::Suspect) && !life.worsen(Life::Alive));
+        assert_eq!(life.clone().get(), Life::Dead);
+    }
+
+    #[test]
+    fn x28_a_peer_without_a_pid_here_is_known_by_its_lock_and_its_pidfd() {
+        let channel = |folder: &str| {
+            let runtime = RuntimeDir::open(folder.as_ref(), &Peers::default()).unwrap();
+            runtime.channel(&ChannelName::new("engine").unwrap()).unwrap()
+        };
+        if let Some(folder) = part() {
+            // In a pid namespace of its own: the producer has no pid here.
+            let dir = channel(&folder);
+            let link = Link::connect(&dir, Role::Producer).unwrap();
+            let mut peer = link.peer().unwrap();
+            assert_eq!(peer.pid, None);
+            let proof = Proof::of(&mut peer, &dir, Role::Producer, ProcessEpoch(1)).unwrap();
+            assert!(proof.pidfd().is_some() && !proof.is_dead());
+            say(&proof.holder().to_string());
+            say(&proof.expel().unwrap_err().to_string());
+            listen();
+            say(&proof.is_dead().to_string());
+            return;
+        }
+        let temp = tempfile::tempdir().unwrap();
+        let dir = channel(temp.path().to_str().unwrap());
+        let lock = RoleLock::acquire(&dir, Role::Producer, ProcessEpoch(1), Duration::ZERO).unwrap();
+        let listener = Listener::bind(&lock).unwrap();
+        let Some(mut second) = Second::start_in_pid_namespace(temp.path().to_str().unwrap()) else {
+            return eprintln!("a pid namespace cannot be made here");
+        };
+        assert_eq!(
+            second.hear(),
+            format!("pid {} of another pid namespace", std::process::id())
+        );
+        let said = second.hear();
+        assert!(
+            said.starts_with("cannot kill producer (pid ") && said.contains("Invalid argument"),
+            "{said}"
+        );
+        // The producer lives, but gives up its role: that is seen by the lock.
+        drop((listener, lock));
+        second.tell("look");
+        assert_eq!(second.hear(), "true");
+    }
+}

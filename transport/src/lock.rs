@@ -185,6 +185,25 @@ impl RoleLock {
         self.epoch
     }
 
+    /// Checks that others still find this lock under its name: the folder and the file are where they were (X27).
+    ///
+    /// # Errors
+    /// [`RuntimeDirError::Gone`] where either was deleted or replaced; the role can then be filled twice.
+    pub fn check_still_there(&self) -> Result<(), RuntimeDirError> {
+        self.dir.check_still_there()?;
+        let file = self.role.lock_file();
+        let path = self.dir.path_of(&file);
+        match self.dir.identity_of(&file) {
+            Ok(now) if now == Some(self.identity) => Ok(()),
+            Ok(_) => Err(RuntimeDirError::Gone { path }),
+            Err(source) => Err(RuntimeDirError::System {
+                path,
+                step: "look at",
+                source,
+            }),
+        }
+    }
+
     /// The channel's folder.
     pub fn dir(&self) -> &ChannelDir {
         &self.dir
@@ -472,8 +491,15 @@ mod tests {
         let channel = channel(temp.path());
         // The name vanishes under the holder: the role is free for whoever comes, and the old one removes nothing.
         let old = acquire(&channel, Duration::ZERO).unwrap();
+        old.check_still_there().unwrap();
         std::fs::remove_file(channel.path_of("producer.lock")).unwrap();
+        let said = old.check_still_there().unwrap_err().to_string();
+        assert!(
+            said.contains("engine/producer.lock was deleted or replaced while the channel was in use"),
+            "{said}"
+        );
         let new = acquire(&channel, Duration::ZERO).unwrap();
+        assert!(old.check_still_there().is_err() && new.check_still_there().is_ok());
         drop(old);
         assert_eq!(
             channel.roles("lock").unwrap(),

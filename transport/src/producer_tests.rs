@@ -1,4 +1,5 @@
 //! The producer and its ports on one heap: what is published is answered once per rank, in any order.
+#![allow(clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 use kvsluice_layout::ids::{
     DecoderLayer, DestinationBlock, GroupId, OperationId, PoolGeneration, Position, ProcessEpoch, Rank, RequestEpoch,

@@ -27,24 +27,41 @@ impl Second {
 
     /// As `start`, with a planted fault switched on over there.
     pub(crate) fn start_planted(part: &str, fault: &str) -> Self {
-        Self::spawn(part, |command| {
+        Self::spawn_self(part, |command| {
             command.env(kvsluice_layout::planted::PLANTED_ENV, fault)
         })
     }
 
     /// As `start`, as another user: for root only.
     pub(crate) fn start_as(part: &str, uid: u32) -> Self {
-        Self::spawn(part, |command| std::os::unix::process::CommandExt::uid(command, uid))
+        Self::spawn_self(part, |command| std::os::unix::process::CommandExt::uid(command, uid))
     }
 
-    fn spawn(part: &str, with: impl FnOnce(&mut Command) -> &mut Command) -> Self {
-        let name = std::thread::current().name().expect("a test has a name").to_owned();
+    /// As `start`, in a pid namespace of its own, where this process has no pid. `None` where that is not allowed.
+    pub(crate) fn start_in_pid_namespace(part: &str) -> Option<Self> {
+        let mut command = Command::new("unshare");
+        command.args(["--map-root-user", "--pid", "--fork", "--kill-child"]);
+        let allowed = Command::new(command.get_program())
+            .args(command.get_args())
+            .arg("true")
+            .status();
+        allowed.is_ok_and(|status| status.success()).then(|| {
+            command.arg(std::env::current_exe().expect("the test binary"));
+            Self::spawn(command, part)
+        })
+    }
+
+    fn spawn_self(part: &str, with: impl FnOnce(&mut Command) -> &mut Command) -> Self {
         let mut command = Command::new(std::env::current_exe().expect("the test binary"));
-        with(
-            command
-                .args(["--exact", &name, "--nocapture", "--quiet"])
-                .env(PART, part),
-        );
+        with(&mut command);
+        Self::spawn(command, part)
+    }
+
+    fn spawn(mut command: Command, part: &str) -> Self {
+        let name = std::thread::current().name().expect("a test has a name").to_owned();
+        command
+            .args(["--exact", &name, "--nocapture", "--quiet"])
+            .env(PART, part);
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use kvsluice_layout::ids::MAX_RANKS;
 use kvsluice_layout::planted::planted;
+#[cfg(not(loom))]
 use rustix::io::Errno;
 use rustix::thread::futex;
 
@@ -282,7 +283,8 @@ fn nap(counter: Option<(&AtomicU32, u32)>, at_most: Duration) {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod tests {
     use std::cell::{Cell, RefCell};
 

@@ -399,7 +399,7 @@ impl Regions {
             let chunks = region.chunk_ends.len();
             region.failed = true;
             if !kvsluice_layout::planted::planted("pin_leak") {
-                self.sweep(id, driver); // X31: all or none
+                self.drop_failed(1 << id.index(), driver); // X31: all or none
             }
             return Err(RegisterError::Pin {
                 chunk,
@@ -413,10 +413,17 @@ impl Regions {
         Ok(Pinned { bytes: end, of })
     }
 
-    /// Drops a failed region that no queued copy names any more.
-    fn sweep(&mut self, id: RegionId, driver: &mut impl Pin) {
-        if self.get(id).is_some_and(|region| region.failed && region.submits == 0) {
-            self.take(id.index(), driver);
+    /// Drops the failed regions of `mask` that no queued copy names any more.
+    fn drop_failed(&mut self, mask: u64, driver: &mut impl Pin) {
+        for index in bits(mask) {
+            if self
+                .places
+                .get(index)
+                .and_then(Option::as_ref)
+                .is_some_and(|r| r.failed && r.submits == 0)
+            {
+                self.take(index, driver);
+            }
         }
     }
 
@@ -498,29 +505,23 @@ impl Regions {
     /// Ends one [`Regions::hold`] of the same mask.
     pub(crate) fn drop_hold(&mut self, mask: u64, driver: &mut impl Pin) {
         self.for_mask(mask, |region| region.submits -= 1);
-        let mut rest = mask;
-        while rest != 0 {
-            let index = rest.trailing_zeros() as usize;
-            rest &= rest - 1;
-            if self
-                .places
-                .get(index)
-                .and_then(Option::as_ref)
-                .is_some_and(|r| r.failed && r.submits == 0)
-            {
-                self.take(index, driver);
-            }
-        }
+        self.drop_failed(mask, driver);
     }
 
     fn for_mask(&mut self, mask: u64, mut act: impl FnMut(&mut Region)) {
-        let mut rest = mask;
-        while rest != 0 {
-            let index = rest.trailing_zeros() as usize;
-            rest &= rest - 1;
+        for index in bits(mask) {
             if let Some(region) = self.places.get_mut(index).and_then(Option::as_mut) {
                 act(region);
             }
         }
     }
+}
+
+/// The places of the set bits of `mask`.
+fn bits(mut mask: u64) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let index = mask.trailing_zeros() as usize;
+        mask &= mask.wrapping_sub(1);
+        (index < REGIONS_MAX).then_some(index)
+    })
 }

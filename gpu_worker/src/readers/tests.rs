@@ -7,9 +7,9 @@ use kvsluice_layout::planted::with_planted;
 
 use super::*;
 use crate::device::adversary::Adversary;
-use crate::device::host::tests::Segment;
+use crate::device::host::tests::{Segment, small};
 use crate::device::host::{HostDevice, HostEngine, KernelMemory, KernelState, Step, Stepper};
-use crate::device::{Access, DeviceSpec, Fragment, RegionId, TableSpec};
+use crate::device::{Access, Fragment, RegionId};
 
 const BLOCKS: u32 = 4;
 /// Bytes of one block of one layer: 4 tokens of 4 four-byte elements.
@@ -40,7 +40,7 @@ impl Bench {
         let map = map();
         let segment = Segment::new(255 * BYTES as usize);
         (0..255).for_each(|n| segment.fill(n * BYTES as usize, BYTES as usize, n as u8));
-        let spec = DeviceSpec::allocate(map.device_bytes(), TableSpec { slots: 1, words: 1 });
+        let spec = small(map.device_bytes());
         let mut device = HostDevice::stepped(spec, adversary).unwrap();
         let region = device
             .register_all(segment.span(Access::ReadOnly), &[255 * BYTES])
@@ -180,6 +180,47 @@ fn x18_a_block_that_is_read_is_not_overwritten_until_its_reader_has_passed() {
     assert!(!bench.readers.is_read(first) && !bench.readers.any_read());
     bench.readers.retire(&mut bench.device, second);
     assert_eq!(bench.readers.free.len(), 8);
+}
+
+#[test]
+fn d6_field_15_a_write_back_reads_what_compute_has_finished() {
+    let written = |fenced: bool| {
+        let mut bench = Bench::new(Adversary::default());
+        let area = Segment::new(BYTES as usize);
+        let region = bench
+            .device
+            .register_all(area.span(Access::ReadWrite), &[BYTES])
+            .unwrap();
+        let (device, mut turns) = (bench.at(0, 0), 0);
+        let compute = move |memory: &KernelMemory<'_>| {
+            memory.write(device + turns * TURN as u64, &[9; TURN]).unwrap();
+            turns += 1;
+            if turns * TURN as u64 == BYTES {
+                KernelState::Finished
+            } else {
+                KernelState::Again
+            }
+        };
+        bench.engine.launch(compute).unwrap();
+        if fenced {
+            after_compute(&mut bench.device, Queue::CopyOut).unwrap();
+        }
+        let fragment = Fragment::WriteBack {
+            region,
+            host: 0,
+            device,
+            bytes: BYTES,
+        };
+        bench.device.submit(Queue::CopyOut, &[fragment]).unwrap();
+        bench.stepper.step_queue(Queue::Compute);
+        while bench.stepper.step_queue(Queue::CopyOut) == Step::Worked {}
+        bench.stepper.run();
+        let bytes = area.bytes(0, BYTES as usize);
+        drop(bench);
+        bytes == [9; BYTES as usize]
+    };
+    assert!(written(true));
+    assert!(!written(false), "a write-back ahead of compute goes unnoticed");
 }
 
 /// Writers and readers on few blocks under a seed. True where every reader saw one writer's bytes.

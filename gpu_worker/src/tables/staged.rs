@@ -91,15 +91,10 @@ pub enum TableFault {
         /// The block.
         block: PhysicalBlock,
     },
-    /// A block twice in one table.
-    #[error("{block:?} twice in one table")]
-    Twice {
-        /// The block.
-        block: PhysicalBlock,
-    },
 }
 
-/// A private copy of a request's state, to be changed and then swapped in or discarded, whole.
+/// A private copy of a request's state, to be changed and then swapped in or discarded, whole. Rows come from a plan
+/// that passed the lease check: ids in range, no block twice in a row (X9).
 ///
 /// # Drop behaviour
 /// Dropping it changes nothing, but the store still counts it as staged: give it to
@@ -108,40 +103,28 @@ pub enum TableFault {
 #[must_use = "swap or discard it"]
 pub struct Staged {
     shape: Arc<Shape>,
-    request: Box<[u8]>,
     next: State,
     slot: TableSlot,
     generation: PoolGeneration,
     ended: bool,
     /// Owner sets have been added to since they were last sorted.
     unsettled: bool,
-    /// The blocks of the table being replaced, ascending: for the search of duplicates.
-    sorted: Vec<u32>,
 }
 
 impl Staged {
-    pub(super) fn new(
-        shape: Arc<Shape>,
-        request: &[u8],
-        next: State,
-        slot: TableSlot,
-        generation: PoolGeneration,
-    ) -> Self {
-        let request = request.into();
+    pub(super) const fn new(shape: Arc<Shape>, next: State, slot: TableSlot, generation: PoolGeneration) -> Self {
         Self {
             shape,
-            request,
             next,
             slot,
             generation,
             ended: false,
             unsettled: false,
-            sorted: Vec::new(),
         }
     }
 
-    pub(super) fn into_parts(self) -> (Box<[u8]>, State, PoolGeneration) {
-        (self.request, self.next, self.generation)
+    pub(super) fn into_parts(self) -> (State, PoolGeneration) {
+        (self.next, self.generation)
     }
 
     pub(super) fn settle(&mut self) {
@@ -216,15 +199,14 @@ impl Staged {
             };
             self.check(group, pair, found)?;
         }
-        let blocks = pairs.iter().map(|pair| pair.destination);
-        let table = self.build(group, blocks, valid_tokens)?;
+        self.check_size(group, pairs, valid_tokens)?;
         let of = self
             .next
             .groups
             .get_mut(group.index())
             .ok_or(TableFault::Unknown { found: group.0 })?;
         of.shared = true;
-        of.table = table;
+        of.table.set(pairs, valid_tokens);
         for layer in self.shape.layers_of(group) {
             self.next.layers.get_mut(layer).into_iter().for_each(Table::clear);
         }
@@ -239,8 +221,8 @@ impl Staged {
             let table = self.next.table(group, layer.index());
             self.check(group, pair, table.and_then(|table| held(table, pair.source)))?;
         }
-        let table = self.build(group, pairs.iter().map(|pair| pair.destination), valid_tokens)?;
-        self.replace_layer(group, layer, table)
+        self.check_size(group, pairs, valid_tokens)?;
+        self.replace_layer(group, layer, pairs, valid_tokens)
     }
 
     /// A byte move: the table of `layer` becomes the blocks written, in slot order, a block that stays named as (block,
@@ -252,8 +234,8 @@ impl Staged {
             self.check_owned(group, pair.source)?;
         }
         self.own(group, pairs.iter().map(|pair| pair.destination))?;
-        let table = self.build(group, pairs.iter().map(|pair| pair.destination), valid_tokens)?;
-        self.replace_layer(group, layer, table)
+        self.check_size(group, pairs, valid_tokens)?;
+        self.replace_layer(group, layer, pairs, valid_tokens)
     }
 
     /// The request ends with this change: it owns nothing, and its slot is free after the swap.
@@ -262,7 +244,13 @@ impl Staged {
         self.ended = true;
     }
 
-    fn replace_layer(&mut self, group: GroupId, layer: DecoderLayer, table: Table) -> Result<(), TableFault> {
+    fn replace_layer(
+        &mut self,
+        group: GroupId,
+        layer: DecoderLayer,
+        pairs: &[Pair],
+        valid_tokens: u32,
+    ) -> Result<(), TableFault> {
         let State { groups, layers, .. } = &mut self.next;
         let of = groups
             .get_mut(group.index())
@@ -276,57 +264,49 @@ impl Staged {
             }
             of.table.clear();
         }
-        *layers
+        layers
             .get_mut(layer.index())
-            .ok_or(TableFault::Unknown { found: layer.0 })? = table;
+            .ok_or(TableFault::Unknown { found: layer.0 })?
+            .set(pairs, valid_tokens);
         Ok(())
     }
 
-    fn build(
-        &mut self,
-        group: GroupId,
-        blocks: impl Iterator<Item = u32>,
-        valid_tokens: u32,
-    ) -> Result<Table, TableFault> {
-        let blocks: Vec<u32> = blocks.collect();
+    fn check_size(&self, group: GroupId, pairs: &[Pair], valid_tokens: u32) -> Result<(), TableFault> {
         let blocks_max = self.shape.limits.blocks_max;
-        if blocks.len() > blocks_max as usize {
+        if pairs.len() > blocks_max as usize {
             return Err(TableFault::TooLong {
-                found: blocks.len(),
+                found: pairs.len(),
                 blocks_max,
             });
         }
         let (block_tokens, _) = self.shape_of(group)?;
-        let most = blocks.len() as u64 * u64::from(block_tokens);
+        let most = pairs.len() as u64 * u64::from(block_tokens);
         if u64::from(valid_tokens) > most {
             return Err(TableFault::Valid {
                 found: valid_tokens,
                 most,
             });
         }
-        self.sorted.clone_from(&blocks);
-        self.sorted.sort_unstable();
-        if let Some(&[twice, _]) = self.sorted.array_windows().find(|[a, b]| a == b) {
-            return Err(TableFault::Twice {
-                block: PhysicalBlock(twice),
-            }); // I1
-        }
-        Ok(Table { blocks, valid_tokens })
+        Ok(())
     }
 
+    /// A pair of a remap: a block that was in a table already is in the slot that the plan says, and so belongs to the
+    /// request (I2); a new one must have been uploaded for it.
     fn check(&self, group: GroupId, pair: &Pair, found: Option<u32>) -> Result<(), TableFault> {
-        if pair.source != NEW_SLOT && found != Some(pair.destination) && !planted("trust_old_slots") {
-            let (slot, expected) = (pair.source, PhysicalBlock(pair.destination));
-            return Err(TableFault::Slot {
-                slot,
-                found: found.map(PhysicalBlock),
-                expected,
-            });
+        if pair.source == NEW_SLOT {
+            return self.check_owned(group, pair.destination);
         }
-        self.check_owned(group, pair.destination)
+        if found == Some(pair.destination) || planted("trust_old_slots") {
+            return Ok(());
+        }
+        let (slot, expected) = (pair.source, PhysicalBlock(pair.destination));
+        Err(TableFault::Slot {
+            slot,
+            found: found.map(PhysicalBlock),
+            expected,
+        })
     }
 
-    /// I2: a table names only blocks of its request.
     fn check_owned(&self, group: GroupId, block: u32) -> Result<(), TableFault> {
         match self.group(group)?.owned.binary_search(&block) {
             Ok(_) => Ok(()),

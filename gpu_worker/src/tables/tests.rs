@@ -168,13 +168,6 @@ fn r59_a_change_that_is_refused_or_discarded_leaves_no_trace() {
                 block: PhysicalBlock(40),
             },
         ),
-        (
-            pairs(&[(1, 11), (NEW_SLOT, 11)]),
-            4,
-            TableFault::Twice {
-                block: PhysicalBlock(11),
-            },
-        ),
         (pairs(&[(1, 11)]), 5, TableFault::Valid { found: 5, most: 4 }),
         (
             pairs(&[(NEW_SLOT, 10); 7]),

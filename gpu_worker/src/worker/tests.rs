@@ -305,9 +305,8 @@ fn x15_an_abort_supersedes_what_has_not_started_and_drains_what_runs() {
     let ended: Vec<_> = (0..2).filter_map(|_| pair.settle()).map(|c| c.terminal).collect();
     assert_eq!(ended, [Terminal::Superseded, Terminal::Done]);
     assert_eq!(pair.producer.leases().leased_blocks(), 0);
-    assert_eq!(
-        pair.worker.tables().get(b"a-request").is_some(),
-        false,
+    assert!(
+        pair.worker.tables().get(b"a-request").is_none(),
         "an aborted upload leaves no state"
     );
     // The planted fault: a worker that ignores the Abort answers Done.

@@ -44,7 +44,6 @@ fn make(kind: SegmentKind, epoch: u64) -> Created {
 
 /// A producer as far as attaching goes.
 struct Producer {
-    epoch: u64,
     reception: Reception,
     admission: Host,
     _lock: RoleLock,
@@ -92,7 +91,6 @@ impl Producer {
     fn start(dir: &ChannelDir, epoch: u64, limits: Limits) -> Self {
         let lock = lock(dir, Role::Producer, epoch);
         Self {
-            epoch,
             reception: Reception::new(Listener::bind(&lock).unwrap(), HASH, 4, limits).unwrap(),
             admission: Host {
                 epoch,
@@ -478,12 +476,9 @@ fn x20_a_process_of_another_user_is_turned_away_unless_it_is_allowed() {
     std::fs::set_permissions(temp.path(), PermissionsExt::from_mode(0o711)).unwrap();
     for (allowed, word) in [(OTHER + 1, "hung up"), (OTHER, "ranks = 4")] {
         let folder = temp.path().join(allowed.to_string());
-        let peers = Peers::with([OTHER, allowed]);
-        let dir = channel(&folder, &peers);
-        // Folder and sockets let the other user in either way; the door does the choosing.
-        let door = channel(&folder, &Peers::with([allowed]));
-        let mut producer = Producer::start(&door, 11, Limits::default());
-        producer.admission.refuse = None;
+        // The folder lets every user in; the door does the choosing.
+        let dir = channel(&folder, &Peers::with([allowed]));
+        let mut producer = Producer::start(&dir, 11, Limits::default());
         let mut other = Second::start_as(folder.to_str().unwrap(), OTHER);
         assert_eq!(other.hear(), "knocked");
         producer.poll(0);

@@ -21,7 +21,8 @@ use serde::{Deserialize, Serialize};
 
 pub use mapping::{Mapping, MappingMut};
 pub use memfd::Memfd;
-pub use persistent::{PersistError, Persistent};
+pub(crate) use persistent::is_memory;
+pub use persistent::{PersistError, Persistent, hold};
 pub use reserve::{CreateError, HugePages, Reserve};
 
 use crate::peers::Peers;
@@ -253,6 +254,10 @@ pub fn open_reader(descriptor: &OwnedFd, wanted: &Wanted<'_>) -> Result<Mapping,
     let bytes = check_descriptor(descriptor, wanted)?;
     let mapping = Mapping::read_only(descriptor, bytes).map_err(system(wanted.kind, "map"))?;
     check_header(&mapping, wanted)?;
+    if wanted.mode == Mode::Persistent && wanted.kind == SegmentKind::Control {
+        // X26: a producer of another runtime folder must see that somebody uses these files.
+        hold(descriptor).map_err(system(wanted.kind, "hold"))?;
+    }
     Ok(mapping)
 }
 
@@ -322,7 +327,7 @@ fn check_descriptor(descriptor: &OwnedFd, wanted: &Wanted<'_>) -> Result<usize, 
     if wanted.mode == Mode::Persistent {
         // A name cannot be sealed; at least it is memory, and closed to others.
         let place = fstatfs(descriptor).map_err(|e| system(wanted.kind, "look at")(e.into()))?;
-        if !persistent::is_memory(&place) {
+        if !is_memory(&place) {
             let found = format!("{:#x}", place.f_type);
             return refuse("file system", found, "tmpfs or hugetlbfs".into(), FOREIGN);
         }

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 
 use kvsluice_layout::segment::SegmentKind;
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode as Bits, OFlags, StatFs, fchmod, fstat, fstatfs, openat, statat, unlinkat,
+    AtFlags, CWD, FileType, FlockOperation, Mode as Bits, OFlags, StatFs, fchmod, flock, fstat, fstatfs, openat,
+    statat, unlinkat,
 };
 use rustix::io::Errno;
 
@@ -51,6 +52,14 @@ pub enum PersistError {
         expected: String,
         /// What to do.
         remedy: &'static str,
+    },
+    /// Another process has the segments mapped (X26).
+    #[error(
+        "{path} is in use by another process, perhaps one of another runtime folder; stop it first (`fuser {path}`)"
+    )]
+    InUse {
+        /// The control segment's file.
+        path: PathBuf,
     },
     /// The system refused.
     #[error("{path}: {source}")]
@@ -120,7 +129,7 @@ impl Persistent {
     /// # Errors
     /// [`PersistError`] where the name is a link, not a plain file, another user's, open to others, or has more names.
     pub fn find(&self, segment: SegmentKind) -> Result<Option<OwnedFd>, PersistError> {
-        let path = self.path.join(self.name(segment));
+        let path = self.path_of(segment);
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = match openat(&self.folder, self.name(segment), flags, Bits::empty()) {
             Err(Errno::NOENT) => return Ok(None),
@@ -181,6 +190,30 @@ impl Persistent {
         Ok(Some(file))
     }
 
+    /// Makes sure that nobody holds the channel's segments, and holds them from now on (X26). `control` is the control
+    /// segment as [`Self::find`] gave it; the hold lasts until it and its copies are closed.
+    ///
+    /// The role locks say the same, as long as everybody uses one runtime folder and it is not deleted.
+    ///
+    /// # Errors
+    /// [`PersistError::InUse`].
+    pub fn claim(&self, control: &OwnedFd) -> Result<(), PersistError> {
+        let path = || self.path_of(SegmentKind::Control);
+        match flock(control, FlockOperation::NonBlockingLockExclusive).map(|()| hold(control)) {
+            Ok(held) => held.map_err(|source| PersistError::System { path: path(), source }),
+            Err(Errno::WOULDBLOCK) => Err(PersistError::InUse { path: path() }),
+            Err(source) => Err(PersistError::System {
+                path: path(),
+                source: source.into(),
+            }),
+        }
+    }
+
+    /// Where the file of a segment lies.
+    pub fn path_of(&self, segment: SegmentKind) -> PathBuf {
+        self.path.join(self.name(segment))
+    }
+
     fn name(&self, segment: SegmentKind) -> String {
         format!("{}.{segment}", self.channel)
     }
@@ -200,8 +233,13 @@ impl Backend for Persistent {
         Ok(file)
     }
 
-    fn seal(&self, _segment: SegmentKind, _descriptor: &OwnedFd) -> io::Result<()> {
-        Ok(())
+    /// A name cannot be sealed; but it can be seen to be in use.
+    fn seal(&self, segment: SegmentKind, descriptor: &OwnedFd) -> io::Result<()> {
+        if segment == SegmentKind::Control {
+            hold(descriptor)
+        } else {
+            Ok(())
+        }
     }
 
     /// Removes the name if it still means the same file (field 7: a late shutdown unlinked the new generation's).
@@ -218,13 +256,21 @@ impl Backend for Persistent {
     }
 }
 
+/// Says that this process uses a named segment, until the descriptor and its copies are closed.
+///
+/// # Errors
+/// `WouldBlock` while another process claims it.
+pub fn hold(control: &OwnedFd) -> io::Result<()> {
+    Ok(flock(control, FlockOperation::NonBlockingLockShared)?)
+}
+
 /// True for a file whose pages are huge ones.
 pub(super) fn is_hugetlbfs(stat: &StatFs) -> bool {
     magic(stat) == HUGETLBFS_MAGIC
 }
 
 /// True for a file system whose pages a device may hold for long.
-pub(super) fn is_memory(stat: &StatFs) -> bool {
+pub(crate) fn is_memory(stat: &StatFs) -> bool {
     is_hugetlbfs(stat) || magic(stat) == TMPFS_MAGIC
 }
 

@@ -244,10 +244,18 @@ fn x30_huge_pages_that_are_not_free_are_an_error_with_the_numbers() {
     let error = create(&Memfd { hardened: false }, &new(SegmentKind::Pool, bytes), &huge)
         .err()
         .unwrap();
-    let wanted = format!("needs {} huge pages of 2097152 bytes, {free} are free", free + 1);
-    assert!(error.to_string().contains(&wanted), "{error}");
+    let numbers = format!("needs {} huge pages of 2097152 bytes, {free} are free", free + 1);
+    assert!(error.to_string().contains(&numbers), "{error}");
     // Only the pool takes them.
     create(&Memfd { hardened: false }, &new(RANK, 8192), &huge).unwrap();
+    if free > 0 {
+        let created = create(&Memfd { hardened: true }, &new(SegmentKind::Pool, 10_000), &huge).unwrap();
+        created.make_ready();
+        assert_eq!(created.memory.size(), 2 << 20);
+        let peers = Peers::default();
+        let wanted = wanted(SegmentKind::Pool, Mode::Hardened, &peers);
+        assert_eq!(open_reader(&created.descriptor, &wanted).unwrap().size(), 2 << 20);
+    }
 }
 
 /// Field 4: the 64 MB of a container's /dev/shm.
