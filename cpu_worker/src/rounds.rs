@@ -86,6 +86,8 @@ pub struct Rounds<C, R, P, T> {
     /// Requests that wait for room, in the order of their admission, and for what.
     blocked: Vec<(u64, Blocked)>,
     mode: Mode,
+    /// Bytes of the pool that every rank has registered, when it was last looked at (X31).
+    pinned_bytes: u64,
     stopping: bool,
     log: Option<Vec<RoundRecord>>,
 }
@@ -143,6 +145,7 @@ where
             ready: VecDeque::new(),
             blocked: Vec::new(),
             mode: Mode::Interrupted,
+            pinned_bytes: 0,
             stopping: false,
             log: None,
         })
@@ -171,11 +174,6 @@ where
     /// The host store.
     pub fn store(&self) -> &HostStore<C, P> {
         &self.hands.store
-    }
-
-    /// The host store, for its watermark (X31).
-    pub fn store_mut(&mut self) -> &mut HostStore<C, P> {
-        &mut self.hands.store
     }
 
     /// What was done so far.
@@ -212,6 +210,12 @@ where
                 .sum::<u64>()
     }
 
+    /// True where a rank has answered, or registered more of the pool: for a caller that waits before its next step.
+    pub fn has_news(&mut self) -> bool {
+        let pinning = self.mode == Mode::Running && self.pinned_bytes < self.hands.map.pool_bytes();
+        self.hands.producer.poll_thorough() > 0 || (pinning && self.hands.producer.pinned_bytes() != self.pinned_bytes)
+    }
+
     /// Does all that can be done now.
     ///
     /// # Errors
@@ -237,6 +241,7 @@ where
             Mode::Interrupted => worked |= self.begin_reset(),
             Mode::Resetting(_) => {}
             Mode::Running => {
+                worked |= self.look_at_pins();
                 if worked {
                     // Something may have made room.
                     self.ready.extend(self.blocked.drain(..).map(|(number, _)| number));
@@ -277,6 +282,8 @@ where
     /// The devices are empty: every request begins a new life.
     fn after_reset(&mut self) -> Result<(), RoundsError> {
         self.mode = Mode::Running;
+        self.pinned_bytes = 0;
+        self.look_at_pins();
         self.hands.tally.resets += 1;
         self.hands.owners = owners(&self.hands.map)?;
         self.blocked.clear();
@@ -297,6 +304,21 @@ where
             }
         }
         Ok(())
+    }
+
+    /// Takes the frames into use that every rank has registered meanwhile (X31). True where there are more.
+    fn look_at_pins(&mut self) -> bool {
+        let pool_bytes = self.hands.map.pool_bytes();
+        if self.pinned_bytes >= pool_bytes {
+            return false;
+        }
+        let pinned_bytes = self.hands.producer.pinned_bytes();
+        let more = pinned_bytes != self.pinned_bytes;
+        self.pinned_bytes = pinned_bytes;
+        self.hands
+            .store
+            .set_pinned(pinned_bytes, self.hands.producer.leases_mut());
+        more
     }
 
     /// A rank was lost, or ranks hold different tables: nothing flows before the pools are reset. What is in flight still
@@ -508,7 +530,8 @@ where
 
     /// Where requests wait for device blocks that only other waiting requests hold, the younger give theirs back.
     fn make_room(&mut self, worked: bool) -> Result<(), RoundsError> {
-        if worked || self.blocked.is_empty() || !self.hands.flights.is_empty() {
+        let pinning = self.pinned_bytes < self.hands.map.pool_bytes();
+        if worked || self.blocked.is_empty() || !self.hands.flights.is_empty() || pinning {
             return Ok(());
         }
         // Nothing is in flight, so nothing but this makes room: the youngest that holds blocks gives them back.

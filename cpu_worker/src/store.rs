@@ -184,10 +184,13 @@ impl<C: SharedMut, P: SharedMut> HostStore<C, P> {
         self.groups.get(group.index()).map_or(0, Group::usable)
     }
 
-    /// Limits `group` to frames that every rank has registered (X31).
-    pub fn set_ready(&mut self, group: GroupId, frames: u32) {
-        if let Some(group) = self.groups.get_mut(group.index()) {
-            group.ready = frames;
+    /// Limits every group to the frames that lie below `pinned_bytes` whole: what every rank has registered (X31).
+    pub fn set_pinned(&mut self, pinned_bytes: u64, leases: &mut LeaseTable) {
+        for (number, group) in (0..).zip(&mut self.groups) {
+            let of_part = |part: &Part| blocks_below(&part.plane, pinned_bytes);
+            let ready = group.parts.iter().map(of_part).min().unwrap_or(0);
+            group.ready = ready.min(group.frames.len() as u64) as u32;
+            leases.set_ready(GroupId(number), group.ready);
         }
     }
 
@@ -207,8 +210,9 @@ impl<C: SharedMut, P: SharedMut> HostStore<C, P> {
             .groups
             .get_mut(group.index())
             .ok_or(StoreError::UnknownGroup { group })?;
+        let ready = state.ready;
         if let Some(&block) = state.by_tag.get(&tag) {
-            if self.is_proven(group, block) {
+            if block.get() < ready && self.is_proven(group, block) {
                 self.counts.hits += 1;
                 self.used(group, block, record);
                 return Ok(block);
@@ -242,7 +246,10 @@ impl<C: SharedMut, P: SharedMut> HostStore<C, P> {
         let region = state.gather_start..state.frames.len() as u32;
         let frames = region.len() as u32;
         let null = state.null;
-        let is_free = |block: &SourceBlock| Some(*block) != null && leases.source_leases(group, *block) == 0;
+        let ready = state.ready;
+        let is_free = |block: &SourceBlock| {
+            Some(*block) != null && block.get() < ready && leases.source_leases(group, *block) == 0
+        };
         let free = || region.clone().map(SourceBlock).filter(is_free);
         let (from, count) = (out.len(), wanted as usize);
         out.extend(free().take(count));
@@ -438,6 +445,13 @@ impl Group {
     fn usable(&self) -> u32 {
         self.gather_start - u32::from(self.null.is_some_and(|null| null.get() < self.gather_start))
     }
+}
+
+/// Blocks of a plane, from the first, that lie below an offset of the pool whole.
+fn blocks_below(plane: &Plane, limit: u64) -> u64 {
+    let first_end = plane.host_offset + plane.bytes;
+    let behind = limit.checked_sub(first_end);
+    behind.map_or(0, |behind| behind / plane.host_stride.max(1) + 1)
 }
 
 #[cfg(test)]

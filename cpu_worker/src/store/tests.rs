@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
+use kvsluice_layout::geometry::PoolOrder;
 use kvsluice_layout::ids::{DestinationBlock, PoolGeneration};
 use kvsluice_layout::plan::{Operation, PlanDraft};
 use kvsluice_layout::planted::with_planted;
@@ -201,12 +202,29 @@ fn r2_gathering_copies_one_layers_bytes_and_counts_them_apart_from_the_frames_it
 
 #[test]
 fn x31_frames_that_a_rank_has_not_registered_are_not_used() {
-    let bench = bench(8, 0);
-    let mut store = bench.store();
-    store.set_ready(GROUP, 2);
-    for tag in 0..6 {
-        store.begin_record();
-        assert!(store.ensure(GROUP, BlockTag(tag), &bench.leases).unwrap() < SourceBlock(2));
+    for order in [PoolOrder::LayerFirst, PoolOrder::BlockFirst] {
+        let mut geometry = preset("sample").unwrap();
+        geometry.groups[0].host_order = order;
+        let mut bench = bench_of(geometry);
+        let mut store = bench.store();
+        // The last byte of block 1 decides: in layer order that is in the last plane.
+        let planes = (0..4).flat_map(|layer| bench.map.shard_planes(DecoderLayer(layer)));
+        let end = planes
+            .map(|plane| plane.host_at(SourceBlock(1)) + plane.bytes)
+            .max()
+            .unwrap();
+        for (pinned, frames) in [(end, 2), (end - 1, 1), (bench.map.pool_bytes(), 256), (0, 0)] {
+            store.set_pinned(pinned, &mut bench.leases);
+            for tag in 0..6 {
+                store.begin_record();
+                let found = store.ensure(GROUP, BlockTag(1000 + tag), &bench.leases);
+                assert_eq!(found.is_ok(), frames > 0);
+                assert!(
+                    found.is_err() || found.unwrap().get() < frames || frames < 256,
+                    "{order:?} {pinned}"
+                );
+            }
+        }
     }
 }
 

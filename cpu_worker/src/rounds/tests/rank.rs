@@ -57,6 +57,7 @@ pub(super) struct RankSpec {
 impl FakeRank {
     pub(super) fn new(spec: RankSpec, control: Heap, segment: Heap, pool: Heap, map: Arc<GeometryMap>) -> Self {
         let leases = LeaseTable::new(&map);
+        let pinned_bytes = map.pool_bytes();
         let RankSpec {
             rank,
             epoch,
@@ -65,11 +66,13 @@ impl FakeRank {
             shape,
             seed,
         } = spec;
+        let port = Port::new(control, segment, shape, leases, epoch, producer, first);
+        port.set_pinned(pinned_bytes);
         Self {
             rank,
             device: vec![0xEE; map.device_bytes() as usize],
             pool,
-            port: Port::new(control, segment, shape, leases, epoch, producer, first),
+            port,
             map,
             open: Vec::new(),
             tables: HashMap::new(),
