@@ -10,10 +10,13 @@ pub mod compare;
 pub mod cost;
 pub mod diff_plan;
 pub mod eval;
+#[cfg(test)]
+mod fake_rank;
 pub mod invariants;
 pub mod ledger;
 pub mod owner;
 pub mod planner;
+pub mod process;
 pub mod rank_set;
 pub mod residency;
 pub mod retain;

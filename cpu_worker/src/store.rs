@@ -179,6 +179,11 @@ impl<C: SharedMut, P: SharedMut> HostStore<C, P> {
         self.counts
     }
 
+    /// Blocks that lie in the pool.
+    pub fn held_blocks(&self) -> u64 {
+        self.groups.iter().map(|group| group.by_tag.len() as u64).sum()
+    }
+
     /// Frames of `group` that blocks may lie in: a record of more blocks finds no room.
     pub fn frames(&self, group: GroupId) -> u32 {
         self.groups.get(group.index()).map_or(0, Group::usable)

@@ -1,8 +1,6 @@
 //! Whole workloads in one process: the real producer, store and rounds on heap memory, and ranks that are as late as they
 //! may be.
 
-mod rank;
-
 use kvsluice_layout::geometry::Geometry;
 use kvsluice_layout::ids::{BlockCount, ProcessEpoch, Rank};
 use kvsluice_layout::lease::LeaseTable;
@@ -14,14 +12,14 @@ use kvsluice_transport::clock::Simulated;
 use kvsluice_transport::shared::Heap;
 
 use super::*;
+use crate::fake_rank::{FakeRank, RankSpec, Seen};
 use crate::trace::Trace;
-use rank::{FakeRank, RankSpec, Seen};
 
 const PRODUCER: ProcessEpoch = ProcessEpoch(0xA11CE);
 
 struct Bench {
     rounds: Rounds<Heap, Heap, Heap, Trace>,
-    ranks: Vec<FakeRank>,
+    ranks: Vec<FakeRank<Heap, Heap, Heap>>,
     control: Heap,
     pool: Heap,
     map: Arc<GeometryMap>,
@@ -66,7 +64,7 @@ impl Bench {
         bench
     }
 
-    fn join(&mut self, rank: Rank) -> FakeRank {
+    fn join(&mut self, rank: Rank) -> FakeRank<Heap, Heap, Heap> {
         self.joined += 1;
         let epoch = ProcessEpoch(0xB0B0 + self.joined);
         let producer = self.rounds.producer_mut();

@@ -13,49 +13,49 @@ use kvsluice_layout::planes::GeometryMap;
 use kvsluice_layout::record::{ALL_LAYERS, Kind, NEW_SLOT, Pair, RetainMode, RowRecord};
 use kvsluice_transport::port::{Incoming, Outcome, Port, Ticket};
 use kvsluice_transport::ring::RingShape;
-use kvsluice_transport::shared::{Heap, Shared};
+use kvsluice_transport::shared::{Shared, SharedMut};
 
 /// What a rank saw.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Seen {
-    pub(super) verified: u64,
-    pub(super) mismatched: u64,
+pub(crate) struct Seen {
+    pub(crate) verified: u64,
+    pub(crate) mismatched: u64,
     /// Blocks that an upload wrote while a table named them.
-    pub(super) overwritten: u64,
+    pub(crate) overwritten: u64,
     /// Rows whose old slots or revisions did not fit.
-    pub(super) contradicting: u64,
-    pub(super) kinds: [u64; 8],
-    pub(super) modes: [u64; 4],
+    pub(crate) contradicting: u64,
+    pub(crate) kinds: [u64; 8],
+    pub(crate) modes: [u64; 4],
 }
 
 /// The tables of one request, by layer.
 type Tables = Vec<Vec<u32>>;
 
-pub(super) struct FakeRank {
+pub(crate) struct FakeRank<C, R, P> {
     rank: Rank,
     map: Arc<GeometryMap>,
-    pool: Heap,
+    pool: P,
     device: Vec<u8>,
-    port: Port<Heap, Heap>,
+    port: Port<C, R>,
     open: Vec<Ticket>,
     tables: HashMap<Vec<u8>, (Tables, u64, u64)>,
     random: fastrand::Rng,
-    pub(super) seen: Seen,
+    pub(crate) seen: Seen,
     /// Fails the next so many uploads.
-    pub(super) fail_uploads: u32,
+    pub(crate) fail_uploads: u32,
 }
 
-pub(super) struct RankSpec {
-    pub(super) rank: Rank,
-    pub(super) epoch: ProcessEpoch,
-    pub(super) producer: ProcessEpoch,
-    pub(super) first: Position,
-    pub(super) shape: RingShape,
-    pub(super) seed: u64,
+pub(crate) struct RankSpec {
+    pub(crate) rank: Rank,
+    pub(crate) epoch: ProcessEpoch,
+    pub(crate) producer: ProcessEpoch,
+    pub(crate) first: Position,
+    pub(crate) shape: RingShape,
+    pub(crate) seed: u64,
 }
 
-impl FakeRank {
-    pub(super) fn new(spec: RankSpec, control: Heap, segment: Heap, pool: Heap, map: Arc<GeometryMap>) -> Self {
+impl<C: Shared, R: SharedMut, P: Shared> FakeRank<C, R, P> {
+    pub(crate) fn new(spec: RankSpec, control: C, segment: R, pool: P, map: Arc<GeometryMap>) -> Self {
         let leases = LeaseTable::new(&map);
         let pinned_bytes = map.pool_bytes();
         let RankSpec {
@@ -82,13 +82,18 @@ impl FakeRank {
         }
     }
 
+    /// The port.
+    pub(crate) fn port(&self) -> &Port<C, R> {
+        &self.port
+    }
+
     /// Requests with tables.
-    pub(super) fn requests(&self) -> usize {
+    pub(crate) fn requests(&self) -> usize {
         self.tables.len()
     }
 
     /// Takes what the ring holds and ends some of it, in any order.
-    pub(super) fn step(&mut self) {
+    pub(crate) fn step(&mut self) {
         while let Some(incoming) = self.port.receive().unwrap() {
             match incoming {
                 Incoming::Plan(ticket) => self.open.push(ticket),

@@ -1,0 +1,579 @@
+//! The channel's segments: made, taken over from a dead producer, or found by their names; and who is let in (X20–X26).
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvsluice_layout::capability::{Capability, SelectionUnit, SourceKinds, negotiate};
+use kvsluice_layout::ids::{ChannelId, Incarnation, MAX_RANKS, PoolGeneration, ProcessEpoch, Rank};
+use kvsluice_layout::lease::LeaseTable;
+use kvsluice_layout::planes::GeometryMap;
+use kvsluice_layout::region::{RegionMap, layout_hash};
+use kvsluice_layout::segment::{HEADER_BYTES, SegmentHeader, SegmentKind};
+use kvsluice_transport::attach::{
+    Admission, Admitted, Call, Hello, Mismatch, PROTOCOL, Reunion, Survived, Takeover, Welcome,
+};
+use kvsluice_transport::clock::Clock;
+use kvsluice_transport::link::Peer;
+use kvsluice_transport::lock::{Holder, RoleLock};
+use kvsluice_transport::members::read_member;
+use kvsluice_transport::peers::Peers;
+use kvsluice_transport::producer::Producer;
+use kvsluice_transport::runtime_dir::RuntimeDirError;
+use kvsluice_transport::segment::{
+    Backend, Identity, Mapping, MappingMut, Memfd, Mode, NewSegment, Persistent, Reserve, Wanted, create, open_reader,
+    open_writer, reopen_read_only, reopen_writable,
+};
+use kvsluice_transport::shared::Shared;
+
+use super::{ProcessError, ProducerOptions, Residence, random, system};
+use crate::rounds::Sources;
+use crate::store::HostStore;
+
+/// What a producer begins with.
+pub(super) struct Opened {
+    pub(super) host: Host,
+    pub(super) producer: Producer<MappingMut, Mapping>,
+    pub(super) store: HostStore<MappingMut, MappingMut>,
+    pub(super) control: MappingMut,
+    /// Workers of a dead producer, to be adopted.
+    pub(super) survivors: Vec<Survivor>,
+    /// The channel was not made but found.
+    pub(super) recovered: bool,
+}
+
+/// A worker that outlived its producer, with its segment.
+pub(super) struct Survivor {
+    pub(super) survived: Survived,
+    pub(super) segment: Mapping,
+}
+
+/// What is known before any segment is.
+struct Ground<'a> {
+    options: &'a ProducerOptions,
+    epoch: ProcessEpoch,
+    map: Arc<GeometryMap>,
+    region: RegionMap,
+    peers: Peers,
+}
+
+/// The two segments that the producer writes.
+struct Found {
+    channel: ChannelId,
+    control_fd: OwnedFd,
+    pool_fd: OwnedFd,
+    control: MappingMut,
+    pool: MappingMut,
+}
+
+/// Takes over what a dead producer left, where that can be done, else makes a new channel. The caller holds the lock.
+pub(super) fn open(
+    options: &ProducerOptions,
+    lock: &RoleLock,
+    epoch: ProcessEpoch,
+    map: Arc<GeometryMap>,
+    region: RegionMap,
+    clock: &dyn Clock,
+) -> Result<Opened, ProcessError> {
+    let named = match &options.residence {
+        Residence::Persistent(folder) => Some(Arc::new(Persistent::open(folder, lock.dir().name().clone())?)),
+        Residence::Memfd | Residence::Hardened => None,
+    };
+    let backend: Arc<dyn Backend> = match &named {
+        Some(named) => named.clone(),
+        None => Arc::new(Memfd {
+            hardened: options.residence == Residence::Hardened,
+        }),
+    };
+    let ground = Ground {
+        options,
+        epoch,
+        map,
+        region,
+        peers: lock.dir().peers().clone(),
+    };
+    let reunion = call_survivors(lock, epoch, options.takeover_patience_ms, clock)?;
+    for (rank, mismatch) in &reunion.unusable {
+        tracing::warn!(%rank, %mismatch, "a worker of an earlier producer cannot be taken over");
+    }
+    let silent = reunion.silent;
+    if let Some((channel, _, latest, older)) = Reunion::latest(reunion.survived) {
+        drain(older, "a later incarnation of the channel is taken over");
+        match ground.reopen_of(channel, &latest) {
+            Ok(found) => {
+                check_silent(&found, &ground, &silent)?;
+                match ground.take_over(found, latest, backend.clone()) {
+                    Ok(opened) => return Ok(opened),
+                    Err((error, latest)) => {
+                        tracing::warn!(%error, "the channel starts cold");
+                        drain(latest, "the channel cannot be taken over and starts cold");
+                    }
+                }
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the channel starts cold");
+                drain(latest, "the channel cannot be taken over and starts cold");
+            }
+        }
+    } else if let Some(named) = &named {
+        match ground.find_named(named) {
+            Ok(None) => {}
+            Ok(Some(found)) => match ground.take_over(found, Vec::new(), backend.clone()) {
+                Ok(opened) => return Ok(opened),
+                Err((error, _)) => tracing::warn!(%error, "the named segments are made anew"),
+            },
+            Err(error @ ProcessError::Persist(_)) => return Err(error),
+            Err(error) => tracing::warn!(%error, "the named segments are made anew"),
+        }
+    }
+    if let Some(named) = &named {
+        remove_named(named)?;
+    }
+    ground.make(backend)
+}
+
+/// Calls on every worker that has a socket, and waits for the answers for a short while.
+fn call_survivors(
+    lock: &RoleLock,
+    epoch: ProcessEpoch,
+    patience_ms: u64,
+    clock: &dyn Clock,
+) -> Result<Reunion, ProcessError> {
+    let call = Call {
+        protocol: PROTOCOL,
+        layout_hash: layout_hash(),
+        producer_epoch: epoch,
+        pid: std::process::id(),
+    };
+    let mut takeover = Takeover::start(lock, call, clock.now_ns(), patience_ms.saturating_mul(1_000_000))?;
+    while !takeover.poll(clock.now_ns()) {
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    Ok(takeover.finish())
+}
+
+/// X23: a worker that lives, belongs to this channel and does not answer may still read what would be reused.
+fn check_silent(found: &Found, ground: &Ground<'_>, silent: &[(Rank, Holder)]) -> Result<(), ProcessError> {
+    for (rank, holder) in silent {
+        let member = read_member(&found.control, &ground.region, *rank);
+        // A worker that waits to attach holds the lock of its rank too, and is no member yet.
+        if holder.said.is_none_or(|(epoch, _)| epoch == member.epoch) {
+            return Err(ProcessError::Silent {
+                rank: *rank,
+                holder: holder.to_string(),
+            });
+        }
+    }
+    Ok(())
+}
+
+fn drain(workers: Vec<Survived>, reason: &str) {
+    for worker in workers {
+        // It may be gone already.
+        if let Err(error) = worker.drain(reason) {
+            tracing::debug!(rank = %worker.surviving.rank, %error, "a worker cannot be told to drain");
+        }
+    }
+}
+
+fn remove_named(named: &Persistent) -> Result<(), ProcessError> {
+    let ranks = (0..MAX_RANKS).map(|rank| SegmentKind::Rank(Rank(rank)));
+    for segment in [SegmentKind::Control, SegmentKind::Pool].into_iter().chain(ranks) {
+        if let Some(file) = named.find(segment)? {
+            let removed = Identity::of_descriptor(&file).and_then(|identity| named.discard(segment, identity));
+            removed.map_err(system("remove a named segment"))?;
+        }
+    }
+    Ok(())
+}
+
+impl Ground<'_> {
+    fn wanted(&self, kind: SegmentKind, channel: Option<ChannelId>, mode: Mode) -> Wanted<'_> {
+        Wanted {
+            kind,
+            mode,
+            layout_hash: layout_hash(),
+            channel,
+            creator_epoch: None,
+            peers: &self.peers,
+        }
+    }
+
+    /// The segments that a worker handed back, opened for writing (X21).
+    fn reopen_of(&self, channel: ChannelId, latest: &[Survived]) -> Result<Found, ProcessError> {
+        let first = latest
+            .first()
+            .ok_or_else(|| system("take over")(std::io::ErrorKind::NotFound.into()))?;
+        let mode = first.surviving.mode;
+        let control_fd = reopen_writable(&first.control, SegmentKind::Control, mode)?;
+        let pool_fd = reopen_writable(&first.pool, SegmentKind::Pool, mode)?;
+        self.open_found(Some(channel), control_fd, pool_fd, mode)
+    }
+
+    /// Named segments that nobody holds (X26).
+    fn find_named(&self, named: &Persistent) -> Result<Option<Found>, ProcessError> {
+        let (Some(control), Some(pool)) = (named.find(SegmentKind::Control)?, named.find(SegmentKind::Pool)?) else {
+            return Ok(None);
+        };
+        named.claim(&control)?;
+        self.open_found(None, control, pool, named.mode()).map(Some)
+    }
+
+    fn open_found(
+        &self,
+        channel: Option<ChannelId>,
+        control_fd: OwnedFd,
+        pool_fd: OwnedFd,
+        mode: Mode,
+    ) -> Result<Found, ProcessError> {
+        let control = open_writer(&control_fd, &self.wanted(SegmentKind::Control, channel, mode))?;
+        let mut words = [0; HEADER_BYTES / 8];
+        control.copy_out(0, &mut words);
+        let channel = ChannelId(SegmentHeader::from_words(&words).channel.get());
+        let pool = open_writer(&pool_fd, &self.wanted(SegmentKind::Pool, Some(channel), mode))?;
+        // Another geometry has other sizes; rounded up to whole pages as they were made.
+        let sizes = [
+            (
+                "the control segment has another size than this geometry's",
+                control.size(),
+                self.region.control_bytes(),
+            ),
+            (
+                "the pool has another size than this geometry's",
+                pool.size(),
+                self.map.pool_bytes() as usize,
+            ),
+        ];
+        for (what, found, expected) in sizes {
+            if found < expected || found - expected >= 1 << 30 {
+                let message = format!("{what}: {found} bytes, expected {expected}");
+                return Err(system("take over")(std::io::Error::other(message)));
+            }
+        }
+        Ok(Found {
+            channel,
+            control_fd,
+            pool_fd,
+            control,
+            pool,
+        })
+    }
+
+    /// Reads the journal and the directory (X25). Gives the workers back where the journal cannot be trusted.
+    fn take_over(
+        &self,
+        found: Found,
+        latest: Vec<Survived>,
+        backend: Arc<dyn Backend>,
+    ) -> Result<Opened, (ProcessError, Vec<Survived>)> {
+        let mut members = Vec::new();
+        let mut segments = Vec::new();
+        for one in &latest {
+            let surviving = &one.surviving;
+            let wanted = self.wanted(SegmentKind::Rank(surviving.rank), Some(found.channel), surviving.mode);
+            let opened = open_reader(&one.rank, &wanted);
+            let segment = match opened {
+                Ok(segment) if segment.size() >= self.region.rank_bytes() => segment,
+                Ok(segment) => {
+                    let message = format!(
+                        "rank segment of {} bytes: expected {}",
+                        segment.size(),
+                        self.region.rank_bytes()
+                    );
+                    return Err((system("take over")(std::io::Error::other(message)), latest));
+                }
+                Err(error) => return Err((error.into(), latest)),
+            };
+            members.push((surviving.rank, segment.clone(), surviving.worker_epoch, surviving.pid));
+            segments.push(segment);
+        }
+        let leases = LeaseTable::new(&self.map);
+        let producer = Producer::take_over(found.control.clone(), self.region.clone(), leases, self.epoch, members);
+        let producer = match producer {
+            Ok(producer) => producer,
+            Err(error) => return Err((system("take over")(std::io::Error::other(error.to_string())), latest)),
+        };
+        let (control, pool) = (found.control.clone(), found.pool.clone());
+        let store = HostStore::recover(control.clone(), pool, self.map.clone(), self.region.clone());
+        let seated: Vec<(Rank, u32, Option<Identity>)> = latest
+            .iter()
+            .map(|one| {
+                (
+                    one.surviving.rank,
+                    one.surviving.pid,
+                    Identity::of_descriptor(&one.rank).ok(),
+                )
+            })
+            .collect();
+        let survivors = latest.into_iter().zip(segments);
+        Ok(Opened {
+            host: self.host(found, backend, &seated),
+            producer,
+            store,
+            control,
+            survivors: survivors
+                .map(|(survived, segment)| Survivor { survived, segment })
+                .collect(),
+            recovered: true,
+        })
+    }
+
+    /// A new channel (X3a, X30).
+    fn make(&self, backend: Arc<dyn Backend>) -> Result<Opened, ProcessError> {
+        let channel = ChannelId(random()?);
+        let reserve = self.reserve();
+        let segment = |kind, bytes| NewSegment {
+            kind,
+            bytes,
+            layout_hash: layout_hash(),
+            channel,
+            creator_epoch: self.epoch,
+        };
+        let control = segment(SegmentKind::Control, self.region.control_bytes());
+        let control = create(&*backend, &control, &reserve)?;
+        let pool = create(
+            &*backend,
+            &segment(SegmentKind::Pool, self.map.pool_bytes() as usize),
+            &reserve,
+        )?;
+        let leases = LeaseTable::new(&self.map);
+        let memory = control.memory.clone();
+        let producer = Producer::new(memory.clone(), self.region.clone(), leases, self.epoch);
+        let store = HostStore::new(
+            memory.clone(),
+            pool.memory.clone(),
+            self.map.clone(),
+            self.region.clone(),
+        );
+        control.make_ready();
+        pool.make_ready();
+        let found = Found {
+            channel,
+            control_fd: control.descriptor,
+            pool_fd: pool.descriptor,
+            control: memory.clone(),
+            pool: pool.memory,
+        };
+        let host = self.host(found, backend, &[]);
+        Ok(Opened {
+            host,
+            producer,
+            store,
+            control: memory,
+            survivors: Vec::new(),
+            recovered: false,
+        })
+    }
+
+    fn reserve(&self) -> Reserve {
+        Reserve {
+            numa_node: self.options.numa_node,
+            ..Reserve::default()
+        }
+    }
+
+    fn host(&self, found: Found, backend: Arc<dyn Backend>, seated: &[(Rank, u32, Option<Identity>)]) -> Host {
+        let geometry = &self.options.geometry;
+        let copy = geometry.groups.iter().all(|group| group.gather_blocks > 0);
+        let kinds = SourceKinds {
+            source_only: true,
+            copy,
+        };
+        let place = |rank| match seated.iter().find(|(seated, ..)| *seated == Rank(rank)) {
+            Some((_, pid, segment)) => Place {
+                chair: Chair::Taken,
+                pid: *pid,
+                segment: *segment,
+            },
+            None => Place {
+                chair: Chair::Free,
+                pid: 0,
+                segment: None,
+            },
+        };
+        Host {
+            lock: None,
+            capability: Capability::of(geometry, SelectionUnit::Block, kinds, self.epoch),
+            needs_copy: self.options.workload.sources == Sources::Copy,
+            geometry: toml::to_string(geometry).unwrap_or_default(),
+            reserve: self.reserve(),
+            epoch: self.epoch,
+            write_back_bytes: self.region.write_back_slots() as u64 * self.region.write_back_slot_bytes() as u64,
+            region: self.region.clone(),
+            places: (0..geometry.ranks).map(place).collect(),
+            incarnation: Incarnation(0),
+            generation: PoolGeneration(0),
+            backend,
+            found,
+        }
+    }
+}
+
+/// Whether a rank has a worker.
+enum Chair {
+    /// None.
+    Free,
+    /// One was let in and has not said yet that it takes part.
+    Offered(Mapping),
+    /// One takes part.
+    Taken,
+}
+
+/// The place of one rank.
+struct Place {
+    chair: Chair,
+    /// Process of its worker, or of the last one.
+    pid: u32,
+    /// Its segment, which may have a name.
+    segment: Option<Identity>,
+}
+
+/// Who lets workers in.
+pub(super) struct Host {
+    /// Held for as long as the channel is used.
+    lock: Option<RoleLock>,
+    backend: Arc<dyn Backend>,
+    found: Found,
+    region: RegionMap,
+    reserve: Reserve,
+    epoch: ProcessEpoch,
+    capability: Capability,
+    needs_copy: bool,
+    geometry: String,
+    write_back_bytes: u64,
+    incarnation: Incarnation,
+    generation: PoolGeneration,
+    places: Vec<Place>,
+}
+
+impl Host {
+    pub(super) fn with_lock(mut self, lock: RoleLock) -> Self {
+        self.lock = Some(lock);
+        self
+    }
+
+    /// X27: a folder or a lock file that was deleted under a live channel.
+    pub(super) fn check_still_there(&self) -> Result<(), RuntimeDirError> {
+        self.lock.as_ref().map_or(Ok(()), RoleLock::check_still_there)
+    }
+
+    /// What the next welcome says.
+    pub(super) fn note_state(&mut self, incarnation: Incarnation, generation: PoolGeneration) {
+        (self.incarnation, self.generation) = (incarnation, generation);
+    }
+
+    /// True while a worker was let in and has not said yet that it takes part.
+    pub(super) fn expects_somebody(&self) -> bool {
+        self.places.iter().any(|place| matches!(place.chair, Chair::Offered(_)))
+    }
+
+    /// The segment of a worker that takes part from now on.
+    pub(super) fn take_admitted(&mut self, rank: Rank) -> Option<Mapping> {
+        let place = self.places.get_mut(rank.index())?;
+        match std::mem::replace(&mut place.chair, Chair::Taken) {
+            Chair::Offered(segment) => Some(segment),
+            other => {
+                place.chair = other;
+                None
+            }
+        }
+    }
+
+    /// The rank has no worker any more.
+    pub(super) fn vacate(&mut self, rank: Rank) {
+        let Some(place) = self.places.get_mut(rank.index()) else {
+            return;
+        };
+        place.chair = Chair::Free;
+        if let Some(identity) = place.segment.take() {
+            discard(&*self.backend, SegmentKind::Rank(rank), identity);
+        }
+    }
+
+    /// Removes the names of all segments, where they have one, and gives up the role.
+    pub(super) fn discard(mut self) {
+        for rank in 0..self.places.len() as u32 {
+            self.vacate(Rank(rank));
+        }
+        let of_producer = [
+            (SegmentKind::Pool, &self.found.pool_fd),
+            (SegmentKind::Control, &self.found.control_fd),
+        ];
+        for (segment, descriptor) in of_producer {
+            if let Ok(identity) = Identity::of_descriptor(descriptor) {
+                discard(&*self.backend, segment, identity);
+            }
+        }
+    }
+
+    fn offer(&mut self, rank: Rank, pid: u32) -> Result<Admitted, ProcessError> {
+        let segment = NewSegment {
+            kind: SegmentKind::Rank(rank),
+            bytes: self.region.rank_bytes(),
+            layout_hash: layout_hash(),
+            channel: self.found.channel,
+            creator_epoch: self.epoch,
+        };
+        // X24: every worker gets a fresh segment.
+        let created = create(&*self.backend, &segment, &self.reserve)?;
+        created.make_ready();
+        let (descriptor, reader) = created.hand_over().map_err(system("map a rank segment"))?;
+        let welcome = Welcome {
+            protocol: PROTOCOL,
+            channel: self.found.channel,
+            incarnation: self.incarnation,
+            producer_epoch: self.epoch,
+            ranks: self.places.len() as u32,
+            geometry: self.geometry.clone(),
+            ring_lines: self.region.ring_bytes() as u64 / 64,
+            writeback_bytes: self.write_back_bytes,
+            mode: self.backend.mode(),
+            pool_generation: self.generation,
+            capability: serde_json::to_value(&self.capability).unwrap_or_default(),
+        };
+        let read_only = |segment: &OwnedFd| reopen_read_only(segment).map_err(system("reopen a segment read-only"));
+        let admitted = Admitted {
+            welcome,
+            control: read_only(&self.found.control_fd)?,
+            pool: read_only(&self.found.pool_fd)?,
+            rank: descriptor,
+        };
+        if let Some(place) = self.places.get_mut(rank.index()) {
+            let segment = Identity::of_descriptor(&admitted.rank).ok();
+            *place = Place {
+                chair: Chair::Offered(reader),
+                pid,
+                segment,
+            };
+        }
+        Ok(admitted)
+    }
+}
+
+impl Admission for Host {
+    fn admit(&mut self, hello: &Hello, peer: &Peer) -> Result<Admitted, Mismatch> {
+        const SAME: &str = "run one release on both sides";
+        let theirs = serde_json::from_value(hello.capability.clone())
+            .map_err(|error| Mismatch::new("capability", error, "a capability", SAME))?;
+        let agreed = negotiate(&self.capability, &theirs)
+            .map_err(|error| Mismatch::new(error.field, error.theirs, error.ours, error.remedy))?;
+        if self.needs_copy && !agreed.source_kinds.copy {
+            let remedy = "give every group a gather region, or use source-only";
+            return Err(Mismatch::new("source_kinds", "no copy", "copy", remedy)); // R22
+        }
+        let pid = peer.pid.unwrap_or(hello.pid);
+        let place = self.places.get(hello.rank.index());
+        if let Some(place) = place.filter(|place| !matches!(place.chair, Chair::Free)) {
+            let field = format!("worker of rank {}", hello.rank);
+            return Err(Mismatch::occupied(field, format!("pid {pid}"), Some(place.pid)));
+        }
+        self.offer(hello.rank, pid)
+            .map_err(|error| Mismatch::new("rank segment", error, "one that can be made", "see the message"))
+    }
+}
+
+fn discard(backend: &dyn Backend, segment: SegmentKind, identity: Identity) {
+    if let Err(error) = backend.discard(segment, identity) {
+        tracing::warn!(%segment, %error, "a named segment stays");
+    }
+}
