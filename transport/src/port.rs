@@ -143,6 +143,8 @@ pub struct Port<C, R> {
     /// Producers whose records are accepted, newest last: all that this worker shook hands with.
     producers: Vec<ProcessEpoch>,
     generation: PoolGeneration,
+    /// Generation of the last Reset that was read, be it applied or not.
+    generation_ahead: PoolGeneration,
     copy_sources: bool,
     open: VecDeque<Open>,
     first_sequence: u64,
@@ -173,6 +175,7 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
             epoch,
             producers: vec![producer],
             generation: PoolGeneration(0),
+            generation_ahead: PoolGeneration(0),
             copy_sources: true,
             open: VecDeque::with_capacity(1024),
             first_sequence: 0,
@@ -285,8 +288,9 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
             let checked = Plan::parse(record).and_then(|plan| {
                 let header = plan.header();
                 let data = !plan.kind().is_control();
-                if data && header.pool_generation != self.generation.0 {
-                    let (found, expected) = (header.pool_generation, self.generation.0);
+                // Behind a Reset that is still to be applied, the old generation is stale and the new one premature.
+                let (found, expected) = (header.pool_generation, self.generation_ahead.0);
+                if data && (found != expected || found != self.generation.0) {
                     return Err(Refusal::StaleGeneration { found, expected }); // X24a
                 }
                 if !self.copy_sources
@@ -305,6 +309,9 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
             self.consume(at);
             match checked {
                 Ok(kind) => {
+                    if kind == Kind::Reset {
+                        self.generation_ahead = PoolGeneration(record.get(7).copied().unwrap_or(0));
+                    }
                     let sequence = self.first_sequence + self.open.len() as u64;
                     self.open.push_back(Open {
                         position: at.position.0,

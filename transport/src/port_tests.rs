@@ -1,11 +1,14 @@
 //! A port against bytes that no producer writes.
 
-use kvsluice_layout::ids::{Position, ProcessEpoch};
+use kvsluice_layout::ids::{PoolGeneration, Position, ProcessEpoch};
 use kvsluice_layout::lease::LeaseTable;
+use kvsluice_layout::plan::{Operation, PlanDraft};
 use kvsluice_layout::refusal::Refusal;
+use kvsluice_layout::region::RECLAIM_AT;
 
-use crate::port::{Incoming, Port};
-use crate::producer::tests::{Bench, PRODUCER, upload};
+use crate::port::{Incoming, Outcome, Port};
+use crate::producer::tests::{Bench, PRODUCER, operation, receive, upload};
+use crate::ring::PlanWriter;
 use crate::shared::{Heap, Shared, SharedMut};
 
 #[test]
@@ -51,4 +54,48 @@ fn x9_a_record_whose_producer_word_was_changed_is_rejected_and_not_waited_for() 
         "it does not answer the record that was published"
     );
     assert_eq!(completion.position, at);
+}
+
+#[test]
+fn x24a_behind_a_reset_that_is_read_and_not_applied_the_old_generation_is_stale_and_the_new_one_premature() {
+    let mut bench = Bench::new(1);
+    let keep = |generation| {
+        let mut draft = PlanDraft::new();
+        let pool_generation = PoolGeneration(generation);
+        draft.keep(
+            b"request",
+            Operation {
+                pool_generation,
+                ..operation(generation)
+            },
+        );
+        draft
+    };
+    let mut reset = PlanDraft::new();
+    reset.reset(PoolGeneration(2));
+    // A producer that breaks X24: the real one refuses both.
+    let shape = bench.producer.shape();
+    let mut ring = PlanWriter::new(bench.control.clone(), shape, RECLAIM_AT, 0, bench.producer.tail().0);
+    for draft in [&reset, &keep(1), &keep(2)] {
+        let bytes = draft.encoded_bytes().expect("short") as u64;
+        ring.write(draft, PRODUCER, bytes).expect("encodes");
+    }
+    ring.commit();
+    let port = &mut bench.ports[0];
+    let reset = receive(port);
+    for found in [1, 2] {
+        let stale = Refusal::StaleGeneration { found, expected: 2 };
+        let incoming = port.receive().expect("framing holds");
+        assert!(
+            matches!(incoming, Some(Incoming::Rejected { refusal, .. }) if refusal == stale),
+            "{incoming:?}"
+        );
+    }
+    port.set_generation(PoolGeneration(2));
+    port.finish(reset, &Outcome::done(0, 0, 0));
+    let draft = keep(2);
+    ring.write(&draft, PRODUCER, draft.encoded_bytes().expect("short") as u64)
+        .expect("encodes");
+    ring.commit();
+    let _applied = receive(port);
 }

@@ -136,12 +136,17 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
             bytes: map.ring_bytes(),
         };
         let mut journal = Vec::new();
+        let mut generation = PoolGeneration(control.load(GENERATION_AT));
         let (reclaim, tail) = scan(&control, shape, |record, words| {
             if record.kind != Kind::Padding {
-                Plan::parse_checked_before(words).map_err(|refusal| TakeoverError::Refused {
+                let plan = Plan::parse_checked_before(words).map_err(|refusal| TakeoverError::Refused {
                     position: record.position,
                     refusal,
                 })?;
+                if plan.kind() == Kind::Reset {
+                    // X24a: its producer may have died before it stored the generation that it published.
+                    generation = generation.max(plan.operation().pool_generation);
+                }
             }
             journal.push((record, words.to_vec()));
             Ok(())
@@ -149,7 +154,6 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         let incarnation = Incarnation(control.load(INCARNATION_AT).saturating_add(1));
         control.store_release(INCARNATION_AT, incarnation.0); // X25: before any other word
         control.store(PRODUCER_EPOCH_AT, epoch.0);
-        let generation = PoolGeneration(control.load(GENERATION_AT));
         let mut writer = PlanWriter::new(control, shape, RECLAIM_AT, reclaim.0, tail.0);
         for (record, words) in &journal {
             writer.fill_mirror(record.position, words);

@@ -151,11 +151,20 @@ fn script(world: &mut World) {
     world.kill_worker(1);
     world.poll();
     world.lose(1);
-    let _ = world.reset();
+    let reset = world.reset();
+    let _ = world.enqueue(&reset);
     world.join(1);
-    let _ = world.reset();
-    world.flush();
+    let reset = world.reset();
+    let _ = world.publish(&reset);
     world.drain_workers();
+    // Behind a Reset nothing passes until it is done (X24), whichever producer is asked.
+    world.revive();
+    let reset = world.reset();
+    let _ = world.publish(&reset);
+    let early = world.keep();
+    let _ = world.publish(&early);
+    world.drain_workers();
+    world.revive();
     // What is published and not yet read outlives its producer, and is not published again.
     let (last, keep) = (world.upload(4, &[(9, 16), (10, 17)]), world.keep());
     let _ = (world.enqueue(&last), world.enqueue(&keep));

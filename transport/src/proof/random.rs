@@ -93,7 +93,12 @@ fn live(seed: u64, ranks: u32, climate: Climate) -> World {
         match random.u8(0..40) {
             0..10 => {
                 let draft = draft(&mut world, &mut random);
-                match world.enqueue(&draft) {
+                let written = if random.bool() {
+                    world.enqueue(&draft)
+                } else {
+                    world.publish(&draft)
+                };
+                match written {
                     Ok(position) => targets.push(position),
                     Err(Some(error)) => world.check_refusal(&draft, &error),
                     Err(None) => {}
@@ -110,7 +115,12 @@ fn live(seed: u64, ranks: u32, climate: Climate) -> World {
                 let _ = world.abort(target);
             }
             36 if random.u8(0..8) == 0 => {
-                let _ = world.reset();
+                let reset = world.reset();
+                let _ = if random.bool() {
+                    world.enqueue(&reset)
+                } else {
+                    world.publish(&reset)
+                };
             }
             37 if climate.deaths => match random.u8(0..8) {
                 0 => world.take_over(),
@@ -241,11 +251,13 @@ fn x17_a_full_ring_names_the_rank_and_the_pid_that_hold_it_and_lets_aborts_and_r
     };
     // X10: the reserve is for these, and ends too.
     let _ = world.abort(first).expect("an Abort passes");
-    let _ = world.reset().expect("a Reset passes");
+    let reset = world.reset();
+    let _ = world.enqueue(&reset).expect("a Reset passes");
     world.flush();
     let mut resets = 0;
     let error = loop {
-        match world.reset() {
+        let reset = world.reset();
+        match world.enqueue(&reset) {
             Ok(_) => resets += 1,
             Err(error) => break error,
         }

@@ -38,6 +38,9 @@ pub(crate) const BLOCKS: u32 = 64;
 const GATHER_BLOCKS: u32 = 8;
 const GROUP: GroupId = GroupId(0);
 
+/// Where a record lies that is being written.
+const UNKNOWN: Position = Position(u64::MAX);
+
 /// What a rank's answer to a record is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Answer {
@@ -280,36 +283,32 @@ impl World {
         draft
     }
 
-    /// Writes a draft into the open batch. `None` where the producer refused it, with what it said, or crashed.
+    /// Writes a draft into the open batch. `None` where the producer crashed, else what it refused the draft with.
     pub(crate) fn enqueue(&mut self, draft: &PlanDraft) -> Result<Position, Option<PublishError>> {
-        let before = (
-            self.producer.tail(),
-            self.producer.leases().leased_blocks(),
-            self.producer.in_flight(),
-        );
-        let Some(position) = self.producer_does(|producer| producer.enqueue(draft)) else {
-            return Err(None);
+        self.write(draft, Producer::enqueue)
+    }
+
+    /// Writes a draft and makes it visible, with the open batch before it.
+    pub(crate) fn publish(&mut self, draft: &PlanDraft) -> Result<Position, Option<PublishError>> {
+        let position = self.write(draft, Producer::publish)?;
+        self.published();
+        self.after_producer();
+        Ok(position)
+    }
+
+    fn write(
+        &mut self,
+        draft: &PlanDraft,
+        act: fn(&mut Producer<Counting<Heap>, Heap>, &PlanDraft) -> Result<Position, PublishError>,
+    ) -> Result<Position, Option<PublishError>> {
+        let state = |world: &Self| {
+            let producer = &world.producer;
+            (producer.tail(), producer.leases().leased_blocks(), producer.in_flight())
         };
-        let position = position.map_err(|error| {
-            let after = (
-                self.producer.tail(),
-                self.producer.leases().leased_blocks(),
-                self.producer.in_flight(),
-            );
-            assert_eq!(
-                before, after,
-                "{}: a refused draft changes nothing: {error}",
-                self.label
-            );
-            Some(error)
-        })?;
+        let before = state(self);
         let (reads, writes) = blocks_of(draft);
-        let seat = |worker: &Option<Worker>| match worker {
-            Some(worker) if worker.member.first <= position => Answer::Owed,
-            _ => Answer::Lost,
-        };
         self.records.push(Record {
-            position,
+            position: UNKNOWN,
             bytes: draft.encoded_bytes().unwrap_or(0) as u64,
             kind: draft.kind(),
             operation: draft.operation(),
@@ -318,17 +317,38 @@ impl World {
             reads,
             writes,
             published: false,
-            answers: self.workers.iter().map(seat).collect(),
+            answers: Vec::new(),
             received: vec![false; self.workers.len()],
             tracked_in: self.incarnation,
             ended_in: None,
         });
+        // A crash settles itself whether the record exists.
+        let position = self.producer_does(|producer| act(producer, draft)).ok_or(None)?;
+        let position = position.map_err(|error| {
+            self.records.pop();
+            let label = &self.label;
+            assert_eq!(before, state(self), "{label}: a refused draft changes nothing: {error}");
+            Some(error)
+        })?;
+        self.written_at(position);
         self.seen.insert(format!("{:?}", draft.kind()));
         if position > before.0 {
             self.seen.insert("padding at the wrap".into());
         }
         self.after_producer();
         Ok(position)
+    }
+
+    /// The last record turns out to lie at `position`, which decides who owes it.
+    fn written_at(&mut self, position: Position) {
+        let owed = |worker: &Option<Worker>| match worker {
+            Some(worker) if worker.member.first <= position => Answer::Owed,
+            _ => Answer::Lost,
+        };
+        let answers = self.workers.iter().map(owed).collect();
+        if let Some(record) = self.records.last_mut() {
+            (record.position, record.answers) = (position, answers);
+        }
     }
 
     /// A refusal must be true.
@@ -368,13 +388,6 @@ impl World {
         }
     }
 
-    /// [`enqueue`](Self::enqueue) and [`flush`](Self::flush).
-    pub(crate) fn publish(&mut self, draft: &PlanDraft) -> Result<Position, Option<PublishError>> {
-        let position = self.enqueue(draft)?;
-        self.flush();
-        Ok(position)
-    }
-
     /// Writes an Abort of the operation at `position`.
     pub(crate) fn abort(&mut self, position: Position) -> Result<Position, Option<PublishError>> {
         let mut draft = PlanDraft::new();
@@ -382,12 +395,12 @@ impl World {
         self.enqueue(&draft)
     }
 
-    /// Writes a Reset to the next generation.
-    pub(crate) fn reset(&mut self) -> Result<Position, Option<PublishError>> {
+    /// A Reset to the next generation.
+    pub(crate) fn reset(&mut self) -> PlanDraft {
         self.generation = self.generation.max(self.producer.generation().0) + 1;
         let mut draft = PlanDraft::new();
         draft.reset(PoolGeneration(self.generation));
-        self.enqueue(&draft)
+        draft
     }
 
     /// Reads the ranks' answers, also those out of order.
@@ -435,8 +448,8 @@ impl World {
             self.join(rank);
         }
         if self.producer.closed().is_some() {
-            let _ = self.reset();
-            self.flush();
+            let reset = self.reset();
+            let _ = self.publish(&reset);
             self.drain_workers();
         }
     }
@@ -716,16 +729,20 @@ impl World {
                     self.label
                 );
             }
+            // What was being written when it died is visible with the rest of its batch, or does not exist.
             let visible = self.visible();
-            let written: Vec<_> = self
-                .records
-                .iter()
-                .filter(|r| !r.published)
-                .map(|r| r.position)
-                .collect();
+            let unpublished = self.records.iter().filter(|record| !record.published);
+            if let Some(&last) = visible.last()
+                && visible.len() == unpublished.count()
+                && self.records.last().is_some_and(|record| record.position == UNKNOWN)
+            {
+                self.written_at(last);
+            }
+            let unpublished = self.records.iter().filter(|record| !record.published);
+            let batch: Vec<_> = unpublished.map(|record| record.position).collect();
             assert!(
-                visible.is_empty() || visible == written,
-                "{}: crash: visible {visible:?} of the batch {written:?} (X10)",
+                visible.is_empty() || visible == batch,
+                "{}: crash: visible {visible:?} of the batch {batch:?} (X10)",
                 self.label
             );
             if visible.is_empty() {
