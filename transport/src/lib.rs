@@ -2,6 +2,8 @@
 
 // The protocol: runs on any memory, and so also under loom.
 pub mod clock;
+#[cfg(not(loom))]
+pub mod counting;
 pub mod members;
 pub mod port;
 pub mod producer;

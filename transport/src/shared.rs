@@ -84,7 +84,7 @@ pub fn full_fence() {
 ///
 /// The in-process back end: tests, Miri, ThreadSanitizer, loom and the simulator run the protocol on it. Clones share
 /// the same words.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Heap {
     words: Arc<[AtomicU64]>,
 }
@@ -95,6 +95,13 @@ impl Heap {
         Self {
             words: (0..bytes.div_ceil(8)).map(|_| AtomicU64::new(0)).collect(),
         }
+    }
+
+    /// Address of the first byte, for a device that copies from it or into it. Valid while a clone lives.
+    #[cfg(not(loom))]
+    pub fn base(&self) -> *mut u8 {
+        // The words are atomics, which may change behind a shared reference.
+        self.words.as_ptr().cast_mut().cast()
     }
 }
 
@@ -114,9 +121,14 @@ impl Shared for Heap {
     }
 
     fn bytes_out(&self, at: usize, into: &mut [u8]) {
-        for (i, byte) in into.iter_mut().enumerate() {
-            let at = at + i;
-            *byte = self.load(at & !7).to_le_bytes()[at % 8];
+        let mut at = at;
+        let mut rest = into;
+        while !rest.is_empty() {
+            let within = at % 8;
+            let (part, behind) = rest.split_at_mut(rest.len().min(8 - within));
+            part.copy_from_slice(&self.load(at - within).to_le_bytes()[within..within + part.len()]);
+            at += part.len();
+            rest = behind;
         }
     }
 }
@@ -138,11 +150,16 @@ impl SharedMut for Heap {
     }
 
     fn bytes_in(&self, at: usize, bytes: &[u8]) {
-        for (i, byte) in bytes.iter().enumerate() {
-            let at = at + i;
-            let mut word = self.load(at & !7).to_le_bytes();
-            word[at % 8] = *byte;
-            self.store(at & !7, u64::from_le_bytes(word));
+        let mut at = at;
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let within = at % 8;
+            let (part, behind) = rest.split_at(rest.len().min(8 - within));
+            let mut word = self.load(at - within).to_le_bytes();
+            word[within..within + part.len()].copy_from_slice(part);
+            self.store(at - within, u64::from_le_bytes(word));
+            at += part.len();
+            rest = behind;
         }
     }
 }

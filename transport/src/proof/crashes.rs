@@ -10,7 +10,7 @@ use kvsluice_layout::planted::with_planted;
 use kvsluice_layout::record::{NEW_SLOT, RetainMode};
 use kvsluice_layout::refusal::Refusal;
 
-use super::counting::Fuse;
+use crate::counting::Fuse;
 use super::world::World;
 use crate::port::Outcome;
 

@@ -26,7 +26,7 @@ use kvsluice_layout::record::{Kind, NEW_SLOT, Pair, RetainMode, SourceKind, Term
 use kvsluice_layout::refusal::Refusal;
 use kvsluice_layout::region::{MIN_RING_BYTES, RECLAIM_AT, RegionMap, SLOTS_AT, TERMINALS_AT};
 
-use super::counting::{Counting, Fuse, until_crash};
+use crate::counting::{Counting, Fuse, until_crash};
 use crate::members::{Member, read_member};
 use crate::port::{Incoming, Outcome, Port, Ticket};
 use crate::producer::{Completion, Producer, PublishError};

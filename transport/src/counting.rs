@@ -1,4 +1,7 @@
-//! Memory that ends its process at a chosen store (X35).
+//! Memory that ends its process at a chosen store (X35): how a crash is put between any two stores.
+//!
+//! Crash enumeration and the simulator run the production code on it. A crash is an unwinding that only [`until_crash`]
+//! ends; what the process had in private memory is dropped by its caller, what it had stored stays.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -10,30 +13,30 @@ use crate::shared::{Shared, SharedMut};
 struct Crash;
 
 /// Counts the stores of one process, and ends it before the one it is armed for. Clones are one fuse.
-#[derive(Clone, Default)]
-pub(crate) struct Fuse {
+#[derive(Clone, Debug, Default)]
+pub struct Fuse {
     stores: Rc<Cell<u64>>,
     left: Rc<Cell<Option<u64>>>,
 }
 
 impl Fuse {
     /// Lets the process make `stores` more stores and then ends it.
-    pub(crate) fn arm(&self, stores: u64) {
+    pub fn arm(&self, stores: u64) {
         self.left.set(Some(stores));
     }
 
     /// Lets the process live.
-    pub(crate) fn disarm(&self) {
+    pub fn disarm(&self) {
         self.left.set(None);
     }
 
     /// True until the process has ended.
-    pub(crate) fn is_armed(&self) -> bool {
+    pub fn is_armed(&self) -> bool {
         self.left.get().is_some()
     }
 
     /// Stores made so far.
-    pub(crate) fn stores(&self) -> u64 {
+    pub fn stores(&self) -> u64 {
         self.stores.get()
     }
 
@@ -50,7 +53,7 @@ impl Fuse {
 }
 
 /// Runs `process` up to its end or its crash, which is `None`. Other panics go on.
-pub(crate) fn until_crash<T>(process: impl FnOnce() -> T) -> Option<T> {
+pub fn until_crash<T>(process: impl FnOnce() -> T) -> Option<T> {
     match catch_unwind(AssertUnwindSafe(process)) {
         Ok(value) => Some(value),
         Err(cause) if cause.is::<Crash>() => None,
@@ -59,14 +62,17 @@ pub(crate) fn until_crash<T>(process: impl FnOnce() -> T) -> Option<T> {
 }
 
 /// Memory whose stores burn a fuse. Copies go word by word, so a record is cut at any word.
-#[derive(Clone)]
-pub(crate) struct Counting<M> {
-    pub(crate) memory: M,
-    pub(crate) fuse: Fuse,
+#[derive(Clone, Debug)]
+pub struct Counting<M> {
+    /// The memory, for a reader of another process.
+    pub memory: M,
+    /// The fuse of the process that writes it.
+    pub fuse: Fuse,
 }
 
 impl<M> Counting<M> {
-    pub(crate) fn new(memory: M) -> Self {
+    /// Memory with a fuse of its own.
+    pub fn new(memory: M) -> Self {
         Self {
             memory,
             fuse: Fuse::default(),
