@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod capability;
+pub mod charter;
 pub mod content;
 pub mod export;
 pub mod geometry;

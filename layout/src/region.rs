@@ -3,12 +3,20 @@
 //! Words that different moments touch lie on lines of their own, two lines apart, so that neither side's polling
 //! disturbs the other's stores.
 
+use crate::charter::CHARTER_HEAD_BYTES;
 use crate::geometry::Geometry;
 use crate::ids::{GroupId, MAX_RANKS, Rank, SourceBlock};
 use crate::record::{HEADER_BYTES, LINE_BYTES, Pair, RowRecord, TerminalSlot};
 use thiserror::Error;
 
 const PAGE_BYTES: usize = 4096;
+
+/// Room in a charter's text for all but its groups and layers: sizes, capability, and the name of the model escaped.
+const CHARTER_BASE_BYTES: usize = 3072;
+/// Room in a charter's text for one group, its part of the capability included.
+const CHARTER_GROUP_BYTES: usize = 384;
+/// Room in a charter's text for one layer.
+const CHARTER_LAYER_BYTES: usize = 128;
 
 /// Control segment: incarnation of the channel (X22). Stored before any other word of a new producer (X25).
 pub const INCARNATION_AT: usize = PAGE_BYTES;
@@ -26,6 +34,8 @@ pub const PRODUCER_WAKE_AT: usize = PAGE_BYTES + 384;
 pub const MEMBERSHIP_AT: usize = 2 * PAGE_BYTES;
 /// Bytes of one membership entry: selector, then two copies of (worker epoch, first position).
 pub const MEMBER_BYTES: usize = 64;
+/// Control segment: the charter, behind the membership of [`MAX_RANKS`] ranks.
+pub const CHARTER_AT: usize = MEMBERSHIP_AT + MAX_RANKS as usize * MEMBER_BYTES;
 /// Bytes of one entry of the block directory: state, owner, checksum, and a spare word (X25a).
 pub const DIRECTORY_ENTRY_BYTES: usize = 32;
 
@@ -114,7 +124,12 @@ impl RegionMap {
         let control = || RegionError::Size {
             what: "control segment",
         };
-        let ring_at = (MEMBERSHIP_AT + ranks as usize * MEMBER_BYTES).next_multiple_of(PAGE_BYTES);
+        // A function of the counts, which equal geometry hashes vouch for, and not of the text.
+        let charter_bytes = CHARTER_HEAD_BYTES
+            + CHARTER_BASE_BYTES
+            + geometry.groups.len() * CHARTER_GROUP_BYTES
+            + geometry.layers.len() * CHARTER_LAYER_BYTES;
+        let ring_at = (CHARTER_AT + charter_bytes).next_multiple_of(PAGE_BYTES);
         let mut end = ring_at + ring_bytes;
         let mut directory_at = Vec::with_capacity(geometry.groups.len());
         for group in &geometry.groups {
@@ -166,6 +181,11 @@ impl RegionMap {
         self.control_bytes
     }
 
+    /// Bytes that a charter's text may have.
+    pub fn charter_room(&self) -> usize {
+        self.ring_at - CHARTER_AT - CHARTER_HEAD_BYTES
+    }
+
     /// Control segment: membership entry of a rank.
     pub fn member_at(&self, rank: Rank) -> usize {
         MEMBERSHIP_AT + rank.index() * MEMBER_BYTES
@@ -207,7 +227,8 @@ pub fn layout_hash() -> u64 {
     let facts = format!(
         "incarnation {INCARNATION_AT} producer-epoch {PRODUCER_EPOCH_AT} generation {GENERATION_AT} reclaim {RECLAIM_AT} \
          producer-sleeping {PRODUCER_SLEEPING_AT} producer-wake {PRODUCER_WAKE_AT} members {MEMBERSHIP_AT} \
-         member {MEMBER_BYTES} selector,(epoch,first)x2 directory {DIRECTORY_ENTRY_BYTES} state,owner,checksum,spare \
+         member {MEMBER_BYTES} selector,(epoch,first)x2 charter {CHARTER_AT} length,xxh3,json \
+         {CHARTER_BASE_BYTES} {CHARTER_GROUP_BYTES} {CHARTER_LAYER_BYTES} directory {DIRECTORY_ENTRY_BYTES} state,owner,checksum,spare \
          worker-epoch {WORKER_EPOCH_AT} rank-generation {RANK_GENERATION_AT} pinned {PINNED_AT} broken {BROKEN_AT} \
          {BROKEN_FOUND_AT} consumed {CONSUMED_AT} terminals {TERMINALS_AT} worker-sleeping {WORKER_SLEEPING_AT} \
          worker-wake {WORKER_WAKE_AT} slots {SLOTS_AT} line {LINE_BYTES} header {HEADER_BYTES} row {} pair {} slot {} \
@@ -231,13 +252,14 @@ mod tests {
 
     #[test]
     fn x3_the_layout_hash_is_the_one_that_this_major_version_shipped_with() {
-        assert_eq!(format!("{:#018x}", layout_hash()), "0xfc2175ee55cd3abd");
+        assert_eq!(format!("{:#018x}", layout_hash()), "0x535d1c6edaea8fba");
     }
 
     #[test]
     fn regions_follow_each_other_without_overlap() {
         let map = map(MIN_RING_BYTES).expect("valid sizes");
-        assert!(map.member_at(Rank(map.ranks() - 1)) + MEMBER_BYTES <= map.ring_at());
+        assert!(map.member_at(Rank(MAX_RANKS - 1)) + MEMBER_BYTES <= CHARTER_AT);
+        assert!(CHARTER_AT + CHARTER_HEAD_BYTES + map.charter_room() <= map.ring_at());
         let directory = map.directory_at(GroupId(0), SourceBlock(0)).expect("group 0");
         assert!(map.ring_at() + map.ring_bytes() <= directory && directory < map.control_bytes());
         let first = map.write_back_at(0).expect("slot 0");

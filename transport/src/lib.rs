@@ -1,6 +1,7 @@
 //! How bytes move between the processes of a channel: segments, ring, completions, waiting, attach, recovery.
 
 // The protocol: runs on any memory, and so also under loom.
+pub mod charter;
 pub mod clock;
 #[cfg(not(loom))]
 pub mod counting;
