@@ -1,0 +1,96 @@
+//! What both sides of a channel share as processes: when they stop, to whom they talk, and on whose life they depend.
+
+use std::io::{Write, stdout};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use anyhow::Context;
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
+
+use crate::crew::die_with;
+use crate::exit::Exit;
+
+/// What both sides are started with, by `kvsluice run` or by hand.
+#[derive(Args, Debug)]
+pub(crate) struct SideArgs {
+    /// Milliseconds to wait for the other side at start
+    #[arg(long, value_name = "MS", default_value_t = 30_000, help_heading = "Channel")]
+    attach_patience_ms: u64,
+    /// Say events as JSON lines on standard output
+    #[arg(long, value_enum, default_value_t = Events::Text, hide = true)]
+    events: Events,
+    /// The process that started this one, and whose death ends it
+    #[arg(long, value_name = "PID", hide = true)]
+    parent: Option<u32>,
+}
+
+impl SideArgs {
+    /// How long to wait for the other side at start.
+    pub(crate) fn attach_patience(&self) -> Duration {
+        Duration::from_millis(self.attach_patience_ms)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Events {
+    Text,
+    Json,
+}
+
+/// A side as a process.
+#[derive(Debug)]
+pub(crate) struct Side {
+    events: Events,
+    stop: Arc<AtomicBool>,
+}
+
+impl Side {
+    /// Binds the process to its parent, if it has one, and catches SIGTERM and SIGINT: the first asks to drain, another
+    /// one ends the process at once.
+    pub(crate) fn new(args: &SideArgs) -> anyhow::Result<Self> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let catch = |signal, flag: &Arc<AtomicBool>| -> anyhow::Result<()> {
+            let again = i32::from(Exit::Interrupted.code());
+            // In this order: the first signal finds the flag unset.
+            flag::register_conditional_shutdown(signal, again, Arc::clone(flag)).context("cannot catch signals")?;
+            flag::register(signal, Arc::clone(flag)).context("cannot catch signals")?;
+            Ok(())
+        };
+        catch(SIGTERM, &stop)?;
+        match args.parent {
+            Some(parent) => {
+                // Ctrl-C reaches every process of the terminal; the parent decides in which order they drain.
+                flag::register(SIGINT, Arc::new(AtomicBool::new(false))).context("cannot catch signals")?;
+                die_with(parent)?;
+            }
+            None => catch(SIGINT, &stop)?,
+        }
+        Ok(Self {
+            events: args.events,
+            stop,
+        })
+    }
+
+    /// Set once the process is asked to drain and end.
+    pub(crate) fn stop(&self) -> &AtomicBool {
+        &self.stop
+    }
+
+    /// Tells an event: the whole of it to `kvsluice run`, in the words of `text` to a person.
+    pub(crate) fn tell<E: Serialize>(&self, event: &E, text: impl FnOnce(&E) -> Option<String>) {
+        let line = match self.events {
+            Events::Json => serde_json::to_string(event).ok(),
+            Events::Text => text(event),
+        };
+        let Some(line) = line else { return };
+        let mut out = stdout().lock();
+        // Nobody may be reading any more; the work goes on all the same.
+        if let Err(error) = writeln!(out, "{line}").and_then(|()| out.flush()) {
+            tracing::debug!(%error, "an event could not be told");
+        }
+    }
+}
