@@ -1,0 +1,87 @@
+//! `kvsluice run` when a process dies or somebody presses Ctrl-C: a clear message, no hang, nothing left behind.
+
+use rustix::process::Signal;
+
+use crate::running::Run;
+
+/// A run that would go on for minutes, in the middle of its work.
+fn in_the_middle() -> Run {
+    let mut run = Run::start(&["--rounds", "100000"], "");
+    for rank in ["rank-0", "rank-1"] {
+        run.until_log_says(&format!("verified role={rank}"));
+    }
+    run
+}
+
+#[test]
+fn a_killed_worker_ends_the_run_with_its_rank_and_pid() {
+    let run = in_the_middle();
+    let pid = run.pid("rank-1");
+    run.signal("rank-1", Signal::KILL);
+    let ended = run.end();
+    println!("ended {:?} after the kill", ended.took);
+    ended.left_nothing();
+    assert_eq!(ended.code, Some(3), "{}", ended.log);
+    let said = format!("RankLost: rank 1, pid {pid}, killed by signal 9");
+    assert!(ended.log.contains(&said), "{}", ended.log);
+}
+
+#[test]
+fn a_killed_producer_ends_the_run_and_every_worker_says_so() {
+    let run = in_the_middle();
+    let pid = run.pid("producer");
+    run.signal("producer", Signal::KILL);
+    let ended = run.end();
+    println!("ended {:?} after the kill", ended.took);
+    ended.left_nothing();
+    assert_eq!(ended.code, Some(3), "{}", ended.log);
+    assert!(
+        ended
+            .log
+            .contains(&format!("ProducerLost: pid {pid}, killed by signal 9")),
+        "{}",
+        ended.log
+    );
+    for rank in 0..2 {
+        let said = format!("rank-{rank} says: ProducerLost: pid {pid}");
+        assert!(ended.log.contains(&said), "no {said:?} in {}", ended.log);
+    }
+}
+
+#[test]
+fn ctrl_c_drains_and_leaves_nothing_behind() {
+    let run = in_the_middle();
+    run.signal("run", Signal::INT);
+    let ended = run.end();
+    ended.left_nothing();
+    assert_eq!(ended.code, Some(130), "{}", ended.log);
+    assert!(ended.log.contains("draining"), "{}", ended.log);
+    assert_eq!(ended.number("/mismatched_bytes"), 0);
+    assert_eq!(ended.number("/leaked_blocks"), 0);
+}
+
+#[test]
+fn the_second_ctrl_c_kills() {
+    let mut run = in_the_middle();
+    // A worker that is stopped never drains.
+    run.signal("rank-0", Signal::STOP);
+    run.signal("run", Signal::INT);
+    run.until_log_says("draining");
+    run.signal("run", Signal::INT);
+    let ended = run.end();
+    ended.left_nothing();
+    assert_eq!(ended.code, Some(130), "{}", ended.log);
+}
+
+#[test]
+fn a_killed_run_takes_its_processes_with_it() {
+    let run = in_the_middle();
+    run.signal("run", Signal::KILL);
+    let ended = run.end();
+    assert!(ended.alive.is_empty(), "{:?}", ended.alive);
+    assert!(
+        ended.left.iter().all(|path| !path.starts_with("/dev/shm")),
+        "{:?}",
+        ended.left
+    );
+}

@@ -1,0 +1,14 @@
+//! The `kvsluice` binary from end to end, as its users start it: real processes, killed and interrupted.
+
+#[cfg(test)]
+mod eval;
+#[cfg(test)]
+mod losses;
+#[cfg(test)]
+mod pair;
+#[cfg(test)]
+mod running;
+
+/// The binary under test.
+#[cfg(test)]
+const BINARY: &str = env!("CARGO_BIN_EXE_kvsluice-under-test");

@@ -1,0 +1,194 @@
+//! A `kvsluice run` under test: started in a runtime folder of its own, followed by what it logs, ended in any way.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use serde_json::Value;
+
+/// Far beyond what any run takes on a busy machine: who waits longer hangs.
+const HANG: Duration = Duration::from_secs(120);
+
+/// A run that goes on.
+pub(crate) struct Run {
+    child: Child,
+    folder: tempfile::TempDir,
+    log: Receiver<String>,
+    seen: Vec<String>,
+    pids: BTreeMap<String, u32>,
+    out: Option<JoinHandle<String>>,
+}
+
+/// A run that has ended.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    /// Its exit code; `None` if a signal killed it.
+    pub(crate) code: Option<i32>,
+    /// The last line of its standard output, if that is JSON.
+    pub(crate) report: Option<Value>,
+    /// Everything on its standard error.
+    pub(crate) log: String,
+    /// What lies in its runtime folder, and its files in /dev/shm.
+    pub(crate) left: Vec<PathBuf>,
+    /// Its processes that still live.
+    pub(crate) alive: Vec<u32>,
+    /// From the last signal that the test sent to the end.
+    pub(crate) took: Duration,
+}
+
+impl Run {
+    /// Starts `kvsluice run --json` with `args`. `planted` names the faults to switch on.
+    pub(crate) fn start(args: &[&str], planted: &str) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let mut command = Command::new(crate::BINARY);
+        command
+            .args(["run", "--json", "--runtime-dir"])
+            .arg(folder.path())
+            .args(args);
+        command
+            .env("KVSLUICE_PLANTED", planted)
+            .env("RUST_LOG", "warn,kvsluice_cli=debug");
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut child = command.spawn().expect("the binary starts");
+        let (sender, log) = channel();
+        let err = child.stderr.take().expect("piped");
+        thread::spawn(move || {
+            BufReader::new(err)
+                .lines()
+                .map_while(Result::ok)
+                .try_for_each(|line| sender.send(line))
+        });
+        let mut stdout = child.stdout.take().expect("piped");
+        let out = thread::spawn(move || {
+            let mut text = String::new();
+            // What is not text is no report.
+            let _ = stdout.read_to_string(&mut text);
+            text
+        });
+        Self {
+            child,
+            folder,
+            log,
+            seen: Vec::new(),
+            pids: BTreeMap::new(),
+            out: Some(out),
+        }
+    }
+
+    /// Waits until the log says `text`. Panics if the run ends or hangs before.
+    pub(crate) fn until_log_says(&mut self, text: &str) {
+        let deadline = Instant::now() + HANG;
+        loop {
+            match self
+                .log
+                .recv_timeout(deadline.saturating_duration_since(Instant::now()))
+            {
+                Ok(line) => {
+                    let found = line.contains(text);
+                    self.note(line);
+                    if found {
+                        return;
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => panic!("no {text:?} in {HANG:?}:\n{}", self.seen.join("\n")),
+                Err(RecvTimeoutError::Disconnected) => panic!("ended without {text:?}:\n{}", self.seen.join("\n")),
+            }
+        }
+    }
+
+    /// The process of a role, `producer` or `rank-R`, which must have been started by now.
+    pub(crate) fn pid(&self, role: &str) -> u32 {
+        self.pids[role]
+    }
+
+    /// Sends a signal to the process of a role, or to the run itself (`run`).
+    pub(crate) fn signal(&self, role: &str, signal: Signal) {
+        let pid = if role == "run" { self.child.id() } else { self.pid(role) };
+        kill_process(Pid::from_raw(pid as i32).expect("a pid"), signal).expect("the process lives");
+    }
+
+    /// Waits for the end, and looks at what is left. Panics if it hangs.
+    pub(crate) fn end(mut self) -> Ended {
+        let began = Instant::now();
+        loop {
+            match self
+                .log
+                .recv_timeout((began + HANG).saturating_duration_since(Instant::now()))
+            {
+                Ok(line) => self.note(line),
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => panic!("hangs for {HANG:?}:\n{}", self.seen.join("\n")),
+            }
+        }
+        let status = self.child.wait().expect("our child");
+        let took = began.elapsed();
+        let out = self.out.take().and_then(|out| out.join().ok()).unwrap_or_default();
+        let mut left = files_in(self.folder.path(), |_| true);
+        let channel = format!("run-{}", self.child.id());
+        left.extend(files_in(Path::new("/dev/shm"), |name| name.contains(&channel)));
+        let lives = |pid: &u32| Pid::from_raw(*pid as i32).is_some_and(|pid| test_kill_process(pid).is_ok());
+        Ended {
+            code: status.code(),
+            report: out.lines().last().and_then(|line| serde_json::from_str(line).ok()),
+            log: self.seen.join("\n"),
+            left,
+            alive: self.pids.values().copied().filter(lives).collect(),
+            took,
+        }
+    }
+
+    fn note(&mut self, line: String) {
+        if let Some((_, started)) = line.split_once("started role=") {
+            let mut words = started.split(" pid=");
+            if let (Some(role), Some(Ok(pid))) = (words.next(), words.next().map(str::parse)) {
+                self.pids.insert(role.to_owned(), pid);
+            }
+        }
+        self.seen.push(line);
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        // A test that failed leaves no process behind: the kernel ends the children with their parent.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Ended {
+    /// Panics unless nothing was left behind: no file, no process.
+    pub(crate) fn left_nothing(&self) -> &Self {
+        assert!(self.left.is_empty(), "left {:?}\n{}", self.left, self.log);
+        assert!(self.alive.is_empty(), "still alive: {:?}\n{}", self.alive, self.log);
+        self
+    }
+
+    /// The report's number at `pointer`, as in `/completions/done`. Panics if there is none.
+    pub(crate) fn number(&self, pointer: &str) -> u64 {
+        let report = self
+            .report
+            .as_ref()
+            .unwrap_or_else(|| panic!("no report:\n{}", self.log));
+        report
+            .pointer(pointer)
+            .and_then(Value::as_u64)
+            .unwrap_or_else(|| panic!("no {pointer} in {report}"))
+    }
+}
+
+fn files_in(folder: &Path, which: impl Fn(&str) -> bool) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries
+        .filter(|entry| entry.file_name().to_str().is_some_and(&which))
+        .map(|entry| entry.path())
+        .collect()
+}
