@@ -2,13 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use serde_json::Value;
 
 /// Far beyond what any run takes on a busy machine: who waits longer hangs.
@@ -21,6 +23,8 @@ pub(crate) struct Run {
     log: Receiver<String>,
     seen: Vec<String>,
     pids: BTreeMap<String, u32>,
+    /// Handles on the same processes, which outlive a pid.
+    handles: BTreeMap<u32, OwnedFd>,
     out: Option<JoinHandle<String>>,
 }
 
@@ -79,6 +83,7 @@ impl Run {
             log,
             seen: Vec::new(),
             pids: BTreeMap::new(),
+            handles: BTreeMap::new(),
             out: Some(out),
         }
     }
@@ -134,13 +139,17 @@ impl Run {
         let mut left = files_in(self.folder.path(), |_| true);
         let channel = format!("run-{}", self.child.id());
         left.extend(files_in(Path::new("/dev/shm"), |name| name.contains(&channel)));
-        let lives = |pid: &u32| Pid::from_raw(*pid as i32).is_some_and(|pid| test_kill_process(pid).is_ok());
         Ended {
             code: status.code(),
             report: out.lines().last().and_then(|line| serde_json::from_str(line).ok()),
             log: self.seen.join("\n"),
             left,
-            alive: self.pids.values().copied().filter(lives).collect(),
+            alive: self
+                .handles
+                .iter()
+                .filter(|(_, handle)| lives(handle))
+                .map(|(pid, _)| *pid)
+                .collect(),
             took,
         }
     }
@@ -150,6 +159,11 @@ impl Run {
             let mut words = started.split(" pid=");
             if let (Some(role), Some(Ok(pid))) = (words.next(), words.next().map(str::parse)) {
                 self.pids.insert(role.to_owned(), pid);
+                let known = Pid::from_raw(pid as i32).expect("a pid");
+                // One that has ended already needs no handle.
+                if let Ok(handle) = pidfd_open(known, PidfdFlags::empty()) {
+                    self.handles.insert(pid, handle);
+                }
             }
         }
         self.seen.push(line);
@@ -183,6 +197,13 @@ impl Ended {
             .and_then(Value::as_u64)
             .unwrap_or_else(|| panic!("no {pointer} in {report}"))
     }
+}
+
+/// True if the process does not end: the kernel says so at once where it has ended, and soon where it is about to.
+fn lives(handle: &OwnedFd) -> bool {
+    let patience = Timespec { tv_sec: 10, tv_nsec: 0 };
+    let ended = poll(&mut [PollFd::new(handle, PollFlags::IN)], Some(&patience));
+    ended.expect("a process can be polled") == 0
 }
 
 fn files_in(folder: &Path, which: impl Fn(&str) -> bool) -> Vec<PathBuf> {
