@@ -5,10 +5,10 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::running::{Ended, Run};
+use crate::running::{Ended, Program};
 
 fn run(args: &[&str], planted: &str) -> Ended {
-    Run::start(args, planted).end()
+    Program::run(args, planted).end()
 }
 
 /// Everything matched, nothing leaked, nothing is left.
