@@ -36,17 +36,33 @@ const NO_NULL: u32 = u32::MAX;
 const HOST: usize = 0;
 const DEVICE: usize = 1;
 
-#[derive(Clone, Copy, Default)]
-struct Block {
+/// The blocks of one pool, as two tables: a source is looked up by its lease alone.
+struct Blocks {
     /// Number of leases, with [`WRITTEN`] while one of them writes.
-    lease: u32,
+    leases: Vec<u32>,
     /// Row that last named the block as a destination: finds duplicates without sorting (X9).
-    stamp: u32,
+    stamps: Vec<u32>,
+}
+
+impl Blocks {
+    fn new(count: u32, null: u32) -> Self {
+        let mut leases = vec![0; count as usize];
+        // A null block is one that is never free.
+        if let Some(lease) = leases.get_mut(null as usize) {
+            *lease = WRITTEN;
+        }
+        let stamps = vec![0; leases.len()];
+        Self { leases, stamps }
+    }
+
+    fn len(&self) -> usize {
+        self.leases.len()
+    }
 }
 
 struct Group {
     /// Blocks of the host pool and of the device pool.
-    blocks: [Vec<Block>; 2],
+    blocks: [Blocks; 2],
     null: [u32; 2],
     gather_start: u32,
     /// Host blocks that every rank has registered; the rest may not be leased yet (X31).
@@ -85,15 +101,19 @@ impl LeaseTable {
         let groups = geometry
             .groups
             .iter()
-            .map(|spec| Group {
-                blocks: [
-                    vec![Block::default(); spec.source_blocks as usize],
-                    vec![Block::default(); spec.device_blocks as usize],
-                ],
-                null: [
+            .map(|spec| {
+                (
+                    spec,
                     spec.source_null.map_or(NO_NULL, |b| b.0),
                     spec.device_null.map_or(NO_NULL, |b| b.0),
+                )
+            })
+            .map(|(spec, source_null, device_null)| Group {
+                blocks: [
+                    Blocks::new(spec.source_blocks, source_null),
+                    Blocks::new(spec.device_blocks, device_null),
                 ],
+                null: [source_null, device_null],
                 gather_start: spec.gather_start().0,
                 ready: spec.source_blocks,
                 stamp: 0,
@@ -127,7 +147,7 @@ impl LeaseTable {
     /// The first [`Refusal`] in the order of rows and of pairs within a row, sources before destinations.
     #[inline]
     pub fn check(&mut self, plan: &Rows<'_>) -> Result<(), Refusal> {
-        let plan_stamp = self.next_stamp(plan.rows.len());
+        let plan_stamp = self.next_stamp(2 * plan.rows.len());
         for (row, at) in plan.rows.iter().zip(0_u32..) {
             let pairs = Self::row_pairs(at, row, plan.pairs)?;
             self.check_place(at, row, plan, plan_stamp)?;
@@ -135,18 +155,9 @@ impl LeaseTable {
             let Some(group) = self.groups.get_mut(row.group as usize) else {
                 continue;
             };
-            // One end at a time, so that each pass is a short loop over one table; the order of refusals is that of
-            // the pairs: a source refuses only once the destinations of the pairs before it have passed.
-            let bad_source = match source {
-                Some(end) => group.first_bad_source(pairs, end),
-                None => group.first_bad_slot(pairs),
-            };
-            let sound = bad_source.and_then(|bad| pairs.get(..bad)).unwrap_or(pairs);
-            if let Some(pair) = group.first_bad_destination(sound, destination, plan_stamp + 1 + at) {
-                return Err(group.destination_refusal(at, pair.destination, destination));
-            }
-            if let Some(pair) = bad_source.and_then(|bad| pairs.get(bad)) {
-                return Err(group.source_refusal(at, pair.source, source));
+            let quick_stamp = plan_stamp + 1 + 2 * at;
+            if !group.all_free(pairs, source, destination, quick_stamp) {
+                group.refuse(at, pairs, source, destination, quick_stamp + 1)?;
             }
         }
         Ok(())
@@ -156,9 +167,9 @@ impl LeaseTable {
     #[inline]
     pub fn take(&mut self, plan: &Rows<'_>) {
         self.each(plan, |lease, exclusive| {
-            let written = lease & WRITTEN | if exclusive { WRITTEN } else { 0 };
             // The count is held below its bit: only a hostile record, whose rows share their pairs, gets there.
-            ((lease & !WRITTEN) + 1).min(WRITTEN - 1) | written
+            let more = u32::from(lease & !WRITTEN != !WRITTEN);
+            (lease + more) | if exclusive { WRITTEN } else { 0 }
         });
     }
 
@@ -184,16 +195,24 @@ impl LeaseTable {
 
     /// Blocks that are leased, over all groups and both sides: 0 where nothing is in flight.
     pub fn leased_blocks(&self) -> usize {
+        let leased = |group: &Group, side: usize| {
+            let leases = group.blocks[side].leases.iter().zip(0..);
+            leases
+                .filter(|(lease, id)| **lease != 0 && *id != group.null[side])
+                .count()
+        };
         self.groups
             .iter()
-            .flat_map(|g| g.blocks.iter().flatten())
-            .filter(|b| b.lease != 0)
-            .count()
+            .map(|group| leased(group, HOST) + leased(group, DEVICE))
+            .sum()
     }
 
     fn leases(&self, group: GroupId, side: usize, block: usize) -> u32 {
-        let block = self.groups.get(group.index()).and_then(|g| g.blocks[side].get(block));
-        match block.map_or(0, |b| b.lease) {
+        let Some(group) = self.groups.get(group.index()) else {
+            return 0;
+        };
+        match group.blocks[side].leases.get(block).copied().unwrap_or(0) {
+            _ if block == group.null[side] as usize => 0,
             WRITTEN.. => 1,
             readers => readers,
         }
@@ -211,7 +230,7 @@ impl LeaseTable {
                 self.tensors.fill(0);
                 for group in &mut self.groups {
                     group.stamp = 0;
-                    group.blocks.iter_mut().flatten().for_each(|b| b.stamp = 0);
+                    group.blocks.iter_mut().for_each(|blocks| blocks.stamps.fill(0));
                 }
                 1
             });
@@ -362,21 +381,87 @@ impl LeaseTable {
 }
 
 impl Group {
-    /// Index of the first pair whose source may not be read (or, exclusively, taken) now.
+    /// True where every pair of a row may be leased now: ids in their ranges, no null block, no destination twice, no
+    /// lease in the way. One end at a time and nothing decided per pair, so that each pass is a short loop over one
+    /// table; which pair it was that failed is [`refuse`](Self::refuse)'s to find.
     #[inline]
-    fn first_bad_source(&self, pairs: &[Pair], end: End) -> Option<usize> {
-        let null = self.null[end.side];
-        let limit = end.limit();
-        // The slice is the range of ids, so that looking a block up is also the check of its range.
+    fn all_free(&mut self, pairs: &[Pair], source: Option<End>, destination: End, row_stamp: u32) -> bool {
+        let sources_free = match source {
+            Some(end) => {
+                let leases = self.usable(end);
+                // A lease has its WRITTEN bit, or no bit at all: what all of them have is in the sum of their bits.
+                let all = pairs.iter().fold(0, |all, pair| {
+                    let lease = leases.get(pair.source.wrapping_sub(end.from) as usize);
+                    all | lease.copied().unwrap_or(u32::MAX)
+                });
+                all <= end.limit()
+            }
+            None => self.first_bad_slot(pairs).is_none(),
+        };
+        let Blocks { leases, stamps } = &mut self.blocks[destination.side];
+        let mut twice = 0;
+        let all = pairs.iter().fold(0, |all, pair| {
+            let id = pair.destination as usize;
+            match (leases.get(id), stamps.get_mut(id)) {
+                (Some(lease), Some(stamp)) => {
+                    twice |= u32::from(*stamp == row_stamp);
+                    *stamp = row_stamp;
+                    all | lease
+                }
+                _ => u32::MAX,
+            }
+        });
+        sources_free && twice == 0 && all <= destination.limit()
+    }
+
+    /// The leases of a source end's blocks, so that looking one up is also the check of its range.
+    #[inline]
+    fn usable(&self, end: End) -> &[u32] {
         let to = if end.side == HOST {
             end.to.min(self.ready)
         } else {
             end.to
         };
-        let blocks = self.blocks[end.side].get(end.from as usize..to as usize).unwrap_or(&[]);
+        self.blocks[end.side]
+            .leases
+            .get(end.from as usize..to as usize)
+            .unwrap_or(&[])
+    }
+
+    /// Finds the first pair of a row that may not be leased. A source refuses only once the destinations of the pairs
+    /// before it have passed.
+    ///
+    /// # Errors
+    /// Its [`Refusal`].
+    #[cold]
+    fn refuse(
+        &mut self,
+        at: u32,
+        pairs: &[Pair],
+        source: Option<End>,
+        destination: End,
+        row_stamp: u32,
+    ) -> Result<(), Refusal> {
+        let bad_source = match source {
+            Some(end) => self.first_bad_source(pairs, end),
+            None => self.first_bad_slot(pairs),
+        };
+        let sound = bad_source.and_then(|bad| pairs.get(..bad)).unwrap_or(pairs);
+        if let Some(pair) = self.first_bad_destination(sound, destination, row_stamp) {
+            return Err(self.destination_refusal(at, pair.destination, destination));
+        }
+        match bad_source.and_then(|bad| pairs.get(bad)) {
+            Some(pair) => Err(self.source_refusal(at, pair.source, source)),
+            None => Ok(()),
+        }
+    }
+
+    /// Index of the first pair whose source may not be read (or, exclusively, taken) now.
+    fn first_bad_source(&self, pairs: &[Pair], end: End) -> Option<usize> {
+        let leases = self.usable(end);
         pairs.iter().position(|pair| {
-            let block = blocks.get(pair.source.wrapping_sub(end.from) as usize);
-            block.is_none_or(|block| block.lease > limit) || pair.source == null
+            let lease = leases.get(pair.source.wrapping_sub(end.from) as usize);
+            lease.is_none_or(|lease| *lease > end.limit()) || pair.source == self.null[end.side]
         })
     }
 
@@ -389,21 +474,18 @@ impl Group {
     }
 
     /// The first pair whose destination may not be written (or read, for tables) now, or is named twice in the row.
-    #[inline]
     fn first_bad_destination<'a>(&mut self, pairs: &'a [Pair], end: End, row_stamp: u32) -> Option<&'a Pair> {
         let null = self.null[end.side];
-        let limit = end.limit();
         let skip_duplicates = planted("x9_skip_duplicates");
-        let blocks = self.blocks[end.side].get_mut(..end.to as usize).unwrap_or(&mut []);
+        let Blocks { leases, stamps } = &mut self.blocks[end.side];
         pairs.iter().find(|pair| {
-            let Some(block) = blocks.get_mut(pair.destination as usize) else {
+            let id = pair.destination as usize;
+            let (Some(lease), Some(stamp)) = (leases.get(id), stamps.get_mut(id)) else {
                 return true;
             };
-            let twice = block.stamp == row_stamp && !skip_duplicates;
-            if !twice {
-                block.stamp = row_stamp;
-            }
-            twice || block.lease > limit || pair.destination == null
+            let twice = *stamp == row_stamp && !skip_duplicates;
+            *stamp = row_stamp;
+            twice || *lease > end.limit() || pair.destination == null
         })
     }
 
@@ -429,9 +511,8 @@ impl Group {
     /// Why a destination is refused: the first reason that holds for it.
     #[cold]
     fn destination_refusal(&self, row: u32, id: u32, end: End) -> Refusal {
-        let blocked = self.blocks[end.side]
-            .get(id as usize)
-            .is_some_and(|block| block.lease > end.limit());
+        let lease = self.blocks[end.side].leases.get(id as usize);
+        let blocked = lease.is_some_and(|lease| *lease > end.limit());
         if id >= end.to {
             Refusal::DestinationRange { row, id, to: end.to }
         } else if id == self.null[end.side] {
@@ -445,10 +526,10 @@ impl Group {
 
     #[inline]
     fn change(&mut self, ids: impl Iterator<Item = u32>, end: End, change: impl Fn(u32, bool) -> u32) {
-        let blocks = &mut self.blocks[end.side];
+        let leases = &mut self.blocks[end.side].leases;
         ids.for_each(|id| {
-            if let Some(block) = blocks.get_mut(id as usize) {
-                block.lease = change(block.lease, end.exclusive);
+            if let Some(lease) = leases.get_mut(id as usize) {
+                *lease = change(*lease, end.exclusive);
             }
         });
     }
