@@ -36,33 +36,17 @@ const NO_NULL: u32 = u32::MAX;
 const HOST: usize = 0;
 const DEVICE: usize = 1;
 
-/// The blocks of one pool, as two tables: a source is looked up by its lease alone.
-struct Blocks {
+#[derive(Clone, Copy, Default)]
+struct Block {
     /// Number of leases, with [`WRITTEN`] while one of them writes.
-    leases: Vec<u32>,
+    lease: u32,
     /// Row that last named the block as a destination: finds duplicates without sorting (X9).
-    stamps: Vec<u32>,
-}
-
-impl Blocks {
-    fn new(count: u32, null: u32) -> Self {
-        let mut leases = vec![0; count as usize];
-        // A null block is one that is never free.
-        if let Some(lease) = leases.get_mut(null as usize) {
-            *lease = WRITTEN;
-        }
-        let stamps = vec![0; leases.len()];
-        Self { leases, stamps }
-    }
-
-    fn len(&self) -> usize {
-        self.leases.len()
-    }
+    stamp: u32,
 }
 
 struct Group {
     /// Blocks of the host pool and of the device pool.
-    blocks: [Blocks; 2],
+    blocks: [Vec<Block>; 2],
     null: [u32; 2],
     gather_start: u32,
     /// Host blocks that every rank has registered; the rest may not be leased yet (X31).
@@ -98,6 +82,14 @@ impl LeaseTable {
     /// A table without leases for the pools of `map`; every host block counts as pinned.
     pub fn new(map: &GeometryMap) -> Self {
         let geometry: &Geometry = map.geometry();
+        let blocks = |count: u32, null: u32| {
+            let mut blocks = vec![Block::default(); count as usize];
+            // A null block is one that is never free.
+            if let Some(block) = blocks.get_mut(null as usize) {
+                block.lease = WRITTEN;
+            }
+            blocks
+        };
         let groups = geometry
             .groups
             .iter()
@@ -110,8 +102,8 @@ impl LeaseTable {
             })
             .map(|(spec, source_null, device_null)| Group {
                 blocks: [
-                    Blocks::new(spec.source_blocks, source_null),
-                    Blocks::new(spec.device_blocks, device_null),
+                    blocks(spec.source_blocks, source_null),
+                    blocks(spec.device_blocks, device_null),
                 ],
                 null: [source_null, device_null],
                 gather_start: spec.gather_start().0,
@@ -196,9 +188,9 @@ impl LeaseTable {
     /// Blocks that are leased, over all groups and both sides: 0 where nothing is in flight.
     pub fn leased_blocks(&self) -> usize {
         let leased = |group: &Group, side: usize| {
-            let leases = group.blocks[side].leases.iter().zip(0..);
-            leases
-                .filter(|(lease, id)| **lease != 0 && *id != group.null[side])
+            let blocks = group.blocks[side].iter().zip(0..);
+            blocks
+                .filter(|(block, id)| block.lease != 0 && *id != group.null[side])
                 .count()
         };
         self.groups
@@ -211,7 +203,7 @@ impl LeaseTable {
         let Some(group) = self.groups.get(group.index()) else {
             return 0;
         };
-        match group.blocks[side].leases.get(block).copied().unwrap_or(0) {
+        match group.blocks[side].get(block).map_or(0, |b| b.lease) {
             _ if block == group.null[side] as usize => 0,
             WRITTEN.. => 1,
             readers => readers,
@@ -230,7 +222,7 @@ impl LeaseTable {
                 self.tensors.fill(0);
                 for group in &mut self.groups {
                     group.stamp = 0;
-                    group.blocks.iter_mut().for_each(|blocks| blocks.stamps.fill(0));
+                    group.blocks.iter_mut().flatten().for_each(|b| b.stamp = 0);
                 }
                 1
             });
@@ -388,44 +380,38 @@ impl Group {
     fn all_free(&mut self, pairs: &[Pair], source: Option<End>, destination: End, row_stamp: u32) -> bool {
         let sources_free = match source {
             Some(end) => {
-                let leases = self.usable(end);
+                let blocks = self.usable(end);
                 // A lease has its WRITTEN bit, or no bit at all: what all of them have is in the sum of their bits.
-                let all = pairs.iter().fold(0, |all, pair| {
-                    let lease = leases.get(pair.source.wrapping_sub(end.from) as usize);
-                    all | lease.copied().unwrap_or(u32::MAX)
+                let leases = pairs.iter().fold(0, |leases, pair| {
+                    let block = blocks.get(pair.source.wrapping_sub(end.from) as usize);
+                    leases | block.map_or(u32::MAX, |block| block.lease)
                 });
-                all <= end.limit()
+                leases <= end.limit()
             }
             None => self.first_bad_slot(pairs).is_none(),
         };
-        let Blocks { leases, stamps } = &mut self.blocks[destination.side];
+        let blocks = &mut self.blocks[destination.side];
         let mut twice = 0;
-        let all = pairs.iter().fold(0, |all, pair| {
-            let id = pair.destination as usize;
-            match (leases.get(id), stamps.get_mut(id)) {
-                (Some(lease), Some(stamp)) => {
-                    twice |= u32::from(*stamp == row_stamp);
-                    *stamp = row_stamp;
-                    all | lease
-                }
-                _ => u32::MAX,
-            }
+        let leases = pairs.iter().fold(0, |leases, pair| {
+            let Some(block) = blocks.get_mut(pair.destination as usize) else {
+                return u32::MAX;
+            };
+            twice |= u32::from(block.stamp == row_stamp);
+            block.stamp = row_stamp;
+            leases | block.lease
         });
-        sources_free && twice == 0 && all <= destination.limit()
+        sources_free && twice == 0 && leases <= destination.limit()
     }
 
-    /// The leases of a source end's blocks, so that looking one up is also the check of its range.
+    /// The blocks of a source end, so that looking one up is also the check of its range.
     #[inline]
-    fn usable(&self, end: End) -> &[u32] {
+    fn usable(&self, end: End) -> &[Block] {
         let to = if end.side == HOST {
             end.to.min(self.ready)
         } else {
             end.to
         };
-        self.blocks[end.side]
-            .leases
-            .get(end.from as usize..to as usize)
-            .unwrap_or(&[])
+        self.blocks[end.side].get(end.from as usize..to as usize).unwrap_or(&[])
     }
 
     /// Finds the first pair of a row that may not be leased. A source refuses only once the destinations of the pairs
@@ -458,10 +444,10 @@ impl Group {
 
     /// Index of the first pair whose source may not be read (or, exclusively, taken) now.
     fn first_bad_source(&self, pairs: &[Pair], end: End) -> Option<usize> {
-        let leases = self.usable(end);
+        let blocks = self.usable(end);
         pairs.iter().position(|pair| {
-            let lease = leases.get(pair.source.wrapping_sub(end.from) as usize);
-            lease.is_none_or(|lease| *lease > end.limit()) || pair.source == self.null[end.side]
+            let block = blocks.get(pair.source.wrapping_sub(end.from) as usize);
+            block.is_none_or(|block| block.lease > end.limit()) || pair.source == self.null[end.side]
         })
     }
 
@@ -477,15 +463,14 @@ impl Group {
     fn first_bad_destination<'a>(&mut self, pairs: &'a [Pair], end: End, row_stamp: u32) -> Option<&'a Pair> {
         let null = self.null[end.side];
         let skip_duplicates = planted("x9_skip_duplicates");
-        let Blocks { leases, stamps } = &mut self.blocks[end.side];
+        let blocks = &mut self.blocks[end.side];
         pairs.iter().find(|pair| {
-            let id = pair.destination as usize;
-            let (Some(lease), Some(stamp)) = (leases.get(id), stamps.get_mut(id)) else {
+            let Some(block) = blocks.get_mut(pair.destination as usize) else {
                 return true;
             };
-            let twice = *stamp == row_stamp && !skip_duplicates;
-            *stamp = row_stamp;
-            twice || *lease > end.limit() || pair.destination == null
+            let twice = block.stamp == row_stamp && !skip_duplicates;
+            block.stamp = row_stamp;
+            twice || block.lease > end.limit() || pair.destination == null
         })
     }
 
@@ -511,8 +496,8 @@ impl Group {
     /// Why a destination is refused: the first reason that holds for it.
     #[cold]
     fn destination_refusal(&self, row: u32, id: u32, end: End) -> Refusal {
-        let lease = self.blocks[end.side].leases.get(id as usize);
-        let blocked = lease.is_some_and(|lease| *lease > end.limit());
+        let block = self.blocks[end.side].get(id as usize);
+        let blocked = block.is_some_and(|block| block.lease > end.limit());
         if id >= end.to {
             Refusal::DestinationRange { row, id, to: end.to }
         } else if id == self.null[end.side] {
@@ -526,10 +511,10 @@ impl Group {
 
     #[inline]
     fn change(&mut self, ids: impl Iterator<Item = u32>, end: End, change: impl Fn(u32, bool) -> u32) {
-        let leases = &mut self.blocks[end.side].leases;
+        let blocks = &mut self.blocks[end.side];
         ids.for_each(|id| {
-            if let Some(lease) = leases.get_mut(id as usize) {
-                *lease = change(*lease, end.exclusive);
+            if let Some(block) = blocks.get_mut(id as usize) {
+                block.lease = change(block.lease, end.exclusive);
             }
         });
     }
