@@ -58,6 +58,10 @@ pub trait SharedMut: Shared {
     /// Writes a word such that whoever acquires it sees every earlier store of this process.
     fn store_release(&self, at: usize, word: u64);
 
+    /// Asks to own the line at `at` ahead of a store. A hint: nothing is written, and `at` may lie outside the segment.
+    #[inline]
+    fn prefetch_write(&self, _at: usize) {}
+
     /// Writes a 32-bit word (a futex counter).
     fn store_u32(&self, at: usize, word: u32);
 
