@@ -365,7 +365,7 @@ impl Group {
     /// Index of the first pair whose source may not be read (or, exclusively, taken) now.
     #[inline]
     fn first_bad_source(&self, pairs: &[Pair], end: End) -> Option<usize> {
-        let null = self.null[end.side];
+        let null = self.null(end);
         let limit = end.limit();
         // The slice is the range of ids, so that looking a block up is also the check of its range.
         let to = if end.side == HOST {
@@ -380,6 +380,15 @@ impl Group {
         })
     }
 
+    #[inline]
+    fn null(&self, end: End) -> u32 {
+        if planted("x9_skip_null") {
+            NO_NULL
+        } else {
+            self.null[end.side]
+        }
+    }
+
     /// Index of the first pair whose source is no slot of a table.
     fn first_bad_slot(&self, pairs: &[Pair]) -> Option<usize> {
         let slots = self.blocks[DEVICE].len() as u32;
@@ -391,7 +400,7 @@ impl Group {
     /// The first pair whose destination may not be written (or read, for tables) now, or is named twice in the row.
     #[inline]
     fn first_bad_destination<'a>(&mut self, pairs: &'a [Pair], end: End, row_stamp: u32) -> Option<&'a Pair> {
-        let null = self.null[end.side];
+        let null = self.null(end);
         let limit = end.limit();
         let skip_duplicates = planted("x9_skip_duplicates");
         let blocks = self.blocks[end.side].get_mut(..end.to as usize).unwrap_or(&mut []);

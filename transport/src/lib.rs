@@ -41,7 +41,9 @@ pub mod segment;
 #[cfg(not(loom))]
 pub mod watcher;
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod proof;
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod test_process;

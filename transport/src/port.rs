@@ -398,6 +398,7 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 #[path = "port_tests.rs"]
 mod tests;

@@ -866,6 +866,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 #[path = "producer_tests.rs"]
 pub(crate) mod tests;

@@ -179,6 +179,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 #[path = "recovery_tests.rs"]
 mod tests;
