@@ -24,6 +24,8 @@ pub mod doctor;
 #[cfg(not(loom))]
 pub mod event_bridge;
 #[cfg(not(loom))]
+pub mod inspect;
+#[cfg(not(loom))]
 pub mod limits;
 #[cfg(not(loom))]
 pub mod link;
