@@ -18,6 +18,8 @@ use crate::planted::planted;
 
 /// Alignment of every region of a pool: the page size of x86-64 and the largest one pinning asks for.
 pub const REGION_ALIGN: u64 = 4096;
+/// Offset of the first block in the pool segment: the header lies in front, on a page of its own.
+pub const POOL_AT: u64 = REGION_ALIGN;
 /// Alignment of a write-back slot: a cache line.
 pub const SLOT_ALIGN: u64 = 64;
 
@@ -135,7 +137,11 @@ impl GeometryMap {
     pub fn new(geometry: &Geometry) -> Result<Self, GeometryError> {
         geometry.validate()?;
         let (layers, mut tensors) = tensors_of(geometry)?;
-        let mut host = Pool::default();
+        // X3: the pool segment begins with its header.
+        let mut host = Pool {
+            end: if planted("x3_blocks_over_header") { 0 } else { POOL_AT },
+            regions: Vec::new(),
+        };
         let mut device = Pool::default();
         let mut groups = Vec::with_capacity(geometry.groups.len());
         for (index, group) in geometry.groups.iter().enumerate() {

@@ -231,6 +231,19 @@ fn check(geometry: &Geometry) -> Result<(), String> {
 }
 
 #[test]
+fn x3_no_block_lies_in_the_header_of_the_pool_segment() {
+    let lowest = || {
+        let map = GeometryMap::new(&preset("sample-hybrid").unwrap()).unwrap();
+        let layers = (0..map.geometry().layers.len() as u32).map(DecoderLayer);
+        let planes = layers.flat_map(|layer| map.shard_planes(layer));
+        planes.map(|plane| plane.host_at(SourceBlock(0))).min().unwrap()
+    };
+    assert!(lowest() >= crate::segment::HEADER_BYTES as u64);
+    #[cfg(feature = "planted")]
+    assert_eq!(crate::planted::with_planted("x3_blocks_over_header", lowest), 0);
+}
+
+#[test]
 fn x8_in_random_geometries_every_byte_has_one_owner_and_every_rank_its_heads() {
     for seed in 0..300 {
         check(&random(seed)).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
