@@ -7,10 +7,12 @@ use std::thread::{Scope, ScopedJoinHandle};
 use kvsluice_layout::capability::{Capability, SelectionUnit, SourceKinds};
 use kvsluice_layout::geometry::Geometry;
 use kvsluice_layout::presets::{Sizing, preset};
+use kvsluice_layout::segment::MAGIC;
 use kvsluice_transport::attach::{Accepted, AttachError, Hello, Joining, PROTOCOL, Segments};
 use kvsluice_transport::members::read_member;
 use kvsluice_transport::ring::RingShape;
 use kvsluice_transport::runtime_dir::ChannelDir;
+use kvsluice_transport::shared::Shared;
 
 use super::*;
 use crate::fake_rank::{FakeRank, RankSpec, Seen};
@@ -115,7 +117,7 @@ impl Worker {
             },
             seed: u64::from(rank),
         };
-        let mut fake = FakeRank::new(spec, control.clone(), segment.clone(), pool, map);
+        let mut fake = FakeRank::new(spec, control.clone(), segment.clone(), pool.clone(), map);
         let mut answers = 0;
         while !done.load(Ordering::Relaxed) {
             fake.step();
@@ -126,6 +128,8 @@ impl Worker {
                 std::thread::yield_now();
             }
         }
+        // X3: whoever attaches later still finds a pool, whatever was filled in.
+        assert_eq!(pool.load(0), u64::from_le_bytes(MAGIC));
         fake.seen
     }
 }
