@@ -47,6 +47,9 @@ pub mod segment;
 pub mod watcher;
 
 #[cfg(test)]
+#[cfg(loom)]
+mod loom_tests;
+#[cfg(test)]
 #[cfg(not(loom))]
 mod proof;
 #[cfg(test)]
