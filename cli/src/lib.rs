@@ -5,6 +5,7 @@
 
 mod bench;
 mod clean;
+mod compare;
 mod config;
 mod cpu_worker;
 mod crew;
@@ -52,6 +53,8 @@ enum Command {
     GpuWorker(gpu_worker::GpuWorkerArgs),
     /// Measure the transport on this machine
     Bench(bench::BenchArgs),
+    /// Bring and keep one selection in every way, and compare what attention finds
+    Compare(compare::CompareArgs),
     /// List channels, and remove what dead processes left behind
     Clean(clean::CleanArgs),
     /// Say what on this host would stand in the way of a run, and what to change
@@ -90,6 +93,7 @@ fn obey(args: Vec<OsString>) -> anyhow::Result<Exit> {
         Command::CpuWorker(args) => cpu_worker::cpu_worker(&args),
         Command::GpuWorker(args) => gpu_worker::gpu_worker(&args),
         Command::Bench(args) => bench::run(&args).map(|()| Exit::Good),
+        Command::Compare(args) => compare::run(&args).map(|equal| if equal { Exit::Good } else { Exit::Wrong }),
         Command::Clean(args) => clean::run(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Eval(args) => eval::eval(&args),

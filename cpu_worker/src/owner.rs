@@ -5,6 +5,7 @@
 //! without the owner's set changing, and the other way round.
 #![forbid(unsafe_code)]
 
+use kvsluice_layout::geometry::Geometry;
 use kvsluice_layout::ids::{BlockCount, GroupId, PhysicalBlock};
 use kvsluice_layout::planted::planted;
 use thiserror::Error;
@@ -209,6 +210,27 @@ impl Owners {
         owners.sort_by_key(|owner| owner.group);
         owners.dedup_by_key(|owner| owner.group);
         Self(owners)
+    }
+
+    /// Owners of the device pools of a geometry. All blocks are free but the null blocks, which are never handed out.
+    ///
+    /// # Errors
+    /// None for a geometry that was validated.
+    pub fn of_geometry(geometry: &Geometry) -> Result<Self, OwnerError> {
+        let groups = || (0..).map(GroupId).zip(&geometry.groups);
+        let mut owners = Self::new(groups().map(|(group, spec)| (group, BlockCount(spec.device_blocks))));
+        for (group, spec) in groups() {
+            let Some(null) = spec.device_null.filter(|null| null.get() < spec.device_blocks) else {
+                continue;
+            };
+            let owner = owners.of(group)?;
+            let mut blocks = Vec::new();
+            owner.allocate(BlockCount(null.get() + 1), &mut blocks)?;
+            for block in blocks.into_iter().rev().filter(|block| *block != null) {
+                owner.release(block, Reference::Transfer)?;
+            }
+        }
+        Ok(owners)
     }
 
     /// The owner of `group`.

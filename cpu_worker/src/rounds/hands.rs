@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvsluice_layout::ids::{BlockCount, GroupId, OperationId, Position, Rank, SelectionRevision, SourceBlock};
+use kvsluice_layout::ids::{BlockCount, OperationId, Position, Rank, SelectionRevision, SourceBlock};
 use kvsluice_layout::plan::PlanDraft;
 use kvsluice_layout::planes::GeometryMap;
 use kvsluice_transport::clock::Clock;
@@ -17,7 +17,7 @@ use super::report::Tally;
 use super::request::Request;
 use super::upload::SourceMap;
 use crate::ledger::{Ack, Acked, Committed, Ledger, Operation, Pending, Submission, Submitted};
-use crate::owner::{OwnerError, Owners, Reference};
+use crate::owner::Owners;
 use crate::planner::Planner;
 use crate::retain::RetainPlanner;
 use crate::selector::Selector;
@@ -178,22 +178,4 @@ impl<C: SharedMut, R: Shared, P: SharedMut> Hands<C, R, P> {
             owner.is_some_and(|owner| owner.free_blocks() >= BlockCount(wanted))
         })
     }
-}
-
-/// Owners of every group's device blocks, all free but the null block, which is never handed out.
-pub(super) fn owners(map: &GeometryMap) -> Result<Owners, OwnerError> {
-    let groups = || (0..).map(GroupId).zip(&map.geometry().groups);
-    let mut owners = Owners::new(groups().map(|(group, spec)| (group, BlockCount(spec.device_blocks))));
-    for (group, spec) in groups() {
-        let Some(null) = spec.device_null.filter(|null| null.get() < spec.device_blocks) else {
-            continue;
-        };
-        let owner = owners.of(group)?;
-        let mut blocks = Vec::new();
-        owner.allocate(BlockCount(null.get() + 1), &mut blocks)?;
-        for block in blocks.into_iter().rev().filter(|block| *block != null) {
-            owner.release(block, Reference::Transfer)?;
-        }
-    }
-    Ok(owners)
 }
