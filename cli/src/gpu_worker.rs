@@ -74,7 +74,10 @@ fn tell(event: &Event) -> Option<String> {
         Event::Ready { pid, rank, device } => {
             Some(format!("rank {rank} (pid {pid}) is attached, its device is {device}"))
         }
-        Event::Progress { .. } => None,
+        Event::Progress { rank, verified_bytes } => {
+            tracing::debug!("verified role={rank} bytes={verified_bytes}");
+            None
+        }
         Event::ProducerLost { rank, pid } => Some(format!(
             "ProducerLost: pid {pid} died; rank {rank} goes on with what was published and waits for a new producer"
         )),

@@ -53,7 +53,10 @@ pub(crate) struct GeometryArgs {
 
 fn preset_help() -> String {
     let names: Vec<_> = presets::names().collect();
-    format!("Geometry of a known model: {} [default: sample, with 2 ranks]", names.join(", "))
+    format!(
+        "Geometry of a known model: {} [default: sample, with 2 ranks]",
+        names.join(", ")
+    )
 }
 
 impl GeometryArgs {

@@ -49,25 +49,23 @@ pub(crate) struct Side {
 }
 
 impl Side {
-    /// Binds the process to its parent, if it has one, and catches SIGTERM and SIGINT: the first asks to drain, another
-    /// one ends the process at once.
+    /// Binds the process to its parent, if it has one, and catches the signals that ask it to drain. By hand, the second
+    /// one ends the process at once; a parent that has no more patience kills.
     pub(crate) fn new(args: &SideArgs) -> anyhow::Result<Self> {
+        const CANNOT: &str = "cannot catch signals";
         let stop = Arc::new(AtomicBool::new(false));
-        let catch = |signal, flag: &Arc<AtomicBool>| -> anyhow::Result<()> {
-            let again = i32::from(Exit::Interrupted.code());
-            // In this order: the first signal finds the flag unset.
-            flag::register_conditional_shutdown(signal, again, Arc::clone(flag)).context("cannot catch signals")?;
-            flag::register(signal, Arc::clone(flag)).context("cannot catch signals")?;
-            Ok(())
-        };
-        catch(SIGTERM, &stop)?;
-        match args.parent {
-            Some(parent) => {
-                // Ctrl-C reaches every process of the terminal; the parent decides in which order they drain.
-                flag::register(SIGINT, Arc::new(AtomicBool::new(false))).context("cannot catch signals")?;
-                die_with(parent)?;
+        if let Some(parent) = args.parent {
+            // Ctrl-C reaches every process of the terminal, but the parent decides in which order they drain.
+            flag::register(SIGINT, Arc::new(AtomicBool::new(false))).context(CANNOT)?;
+            flag::register(SIGTERM, Arc::clone(&stop)).context(CANNOT)?;
+            die_with(parent)?;
+        } else {
+            for signal in [SIGINT, SIGTERM] {
+                // In this order: the first signal finds the flag unset.
+                let again = i32::from(Exit::Interrupted.code());
+                flag::register_conditional_shutdown(signal, again, Arc::clone(&stop)).context(CANNOT)?;
+                flag::register(signal, Arc::clone(&stop)).context(CANNOT)?;
             }
-            None => catch(SIGINT, &stop)?,
         }
         Ok(Self {
             events: args.events,

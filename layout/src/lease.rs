@@ -82,18 +82,31 @@ impl LeaseTable {
     /// A table without leases for the pools of `map`; every host block counts as pinned.
     pub fn new(map: &GeometryMap) -> Self {
         let geometry: &Geometry = map.geometry();
+        let skip_null = planted("x9_skip_null");
+        let blocks = |count: u32, null: u32| {
+            let mut blocks = vec![Block::default(); count as usize];
+            // A null block is one that is never free.
+            if let Some(block) = blocks.get_mut(null as usize) {
+                block.lease = WRITTEN;
+            }
+            blocks
+        };
         let groups = geometry
             .groups
             .iter()
-            .map(|spec| Group {
+            .map(|spec| {
+                (
+                    spec,
+                    spec.source_null.filter(|_| !skip_null).map_or(NO_NULL, |b| b.0),
+                    spec.device_null.filter(|_| !skip_null).map_or(NO_NULL, |b| b.0),
+                )
+            })
+            .map(|(spec, source_null, device_null)| Group {
                 blocks: [
-                    vec![Block::default(); spec.source_blocks as usize],
-                    vec![Block::default(); spec.device_blocks as usize],
+                    blocks(spec.source_blocks, source_null),
+                    blocks(spec.device_blocks, device_null),
                 ],
-                null: [
-                    spec.source_null.map_or(NO_NULL, |b| b.0),
-                    spec.device_null.map_or(NO_NULL, |b| b.0),
-                ],
+                null: [source_null, device_null],
                 gather_start: spec.gather_start().0,
                 ready: spec.source_blocks,
                 stamp: 0,
@@ -127,7 +140,7 @@ impl LeaseTable {
     /// The first [`Refusal`] in the order of rows and of pairs within a row, sources before destinations.
     #[inline]
     pub fn check(&mut self, plan: &Rows<'_>) -> Result<(), Refusal> {
-        let plan_stamp = self.next_stamp(plan.rows.len());
+        let plan_stamp = self.next_stamp(2 * plan.rows.len());
         for (row, at) in plan.rows.iter().zip(0_u32..) {
             let pairs = Self::row_pairs(at, row, plan.pairs)?;
             self.check_place(at, row, plan, plan_stamp)?;
@@ -135,18 +148,9 @@ impl LeaseTable {
             let Some(group) = self.groups.get_mut(row.group as usize) else {
                 continue;
             };
-            // One end at a time, so that each pass is a short loop over one table; the order of refusals is that of
-            // the pairs: a source refuses only once the destinations of the pairs before it have passed.
-            let bad_source = match source {
-                Some(end) => group.first_bad_source(pairs, end),
-                None => group.first_bad_slot(pairs),
-            };
-            let sound = bad_source.and_then(|bad| pairs.get(..bad)).unwrap_or(pairs);
-            if let Some(pair) = group.first_bad_destination(sound, destination, plan_stamp + 1 + at) {
-                return Err(group.destination_refusal(at, pair.destination, destination));
-            }
-            if let Some(pair) = bad_source.and_then(|bad| pairs.get(bad)) {
-                return Err(group.source_refusal(at, pair.source, source));
+            let quick_stamp = plan_stamp + 1 + 2 * at;
+            if !group.all_free(pairs, source, destination, quick_stamp) {
+                group.refuse(at, pairs, source, destination, quick_stamp + 1)?;
             }
         }
         Ok(())
@@ -156,9 +160,9 @@ impl LeaseTable {
     #[inline]
     pub fn take(&mut self, plan: &Rows<'_>) {
         self.each(plan, |lease, exclusive| {
-            let written = lease & WRITTEN | if exclusive { WRITTEN } else { 0 };
             // The count is held below its bit: only a hostile record, whose rows share their pairs, gets there.
-            ((lease & !WRITTEN) + 1).min(WRITTEN - 1) | written
+            let more = u32::from(lease & !WRITTEN != !WRITTEN);
+            (lease + more) | if exclusive { WRITTEN } else { 0 }
         });
     }
 
@@ -184,16 +188,24 @@ impl LeaseTable {
 
     /// Blocks that are leased, over all groups and both sides: 0 where nothing is in flight.
     pub fn leased_blocks(&self) -> usize {
+        let leased = |group: &Group, side: usize| {
+            let blocks = group.blocks[side].iter().zip(0..);
+            blocks
+                .filter(|(block, id)| block.lease != 0 && *id != group.null[side])
+                .count()
+        };
         self.groups
             .iter()
-            .flat_map(|g| g.blocks.iter().flatten())
-            .filter(|b| b.lease != 0)
-            .count()
+            .map(|group| leased(group, HOST) + leased(group, DEVICE))
+            .sum()
     }
 
     fn leases(&self, group: GroupId, side: usize, block: usize) -> u32 {
-        let block = self.groups.get(group.index()).and_then(|g| g.blocks[side].get(block));
-        match block.map_or(0, |b| b.lease) {
+        let Some(group) = self.groups.get(group.index()) else {
+            return 0;
+        };
+        match group.blocks[side].get(block).map_or(0, |b| b.lease) {
+            _ if block == group.null[side] as usize => 0,
             WRITTEN.. => 1,
             readers => readers,
         }
@@ -362,21 +374,81 @@ impl LeaseTable {
 }
 
 impl Group {
-    /// Index of the first pair whose source may not be read (or, exclusively, taken) now.
+    /// True where every pair of a row may be leased now: ids in their ranges, no null block, no destination twice, no
+    /// lease in the way. One end at a time and nothing decided per pair, so that each pass is a short loop over one
+    /// table; which pair it was that failed is [`refuse`](Self::refuse)'s to find.
     #[inline]
-    fn first_bad_source(&self, pairs: &[Pair], end: End) -> Option<usize> {
-        let null = self.null[end.side];
-        let limit = end.limit();
-        // The slice is the range of ids, so that looking a block up is also the check of its range.
+    fn all_free(&mut self, pairs: &[Pair], source: Option<End>, destination: End, row_stamp: u32) -> bool {
+        let sources_free = match source {
+            Some(end) => {
+                let blocks = self.usable(end);
+                // A lease has its WRITTEN bit, or no bit at all: what all of them have is in the sum of their bits.
+                let leases = pairs.iter().fold(0, |leases, pair| {
+                    let block = blocks.get(pair.source.wrapping_sub(end.from) as usize);
+                    leases | block.map_or(u32::MAX, |block| block.lease)
+                });
+                leases <= end.limit()
+            }
+            None => self.first_bad_slot(pairs).is_none(),
+        };
+        let blocks = &mut self.blocks[destination.side];
+        let mut twice = 0;
+        let leases = pairs.iter().fold(0, |leases, pair| {
+            let Some(block) = blocks.get_mut(pair.destination as usize) else {
+                return u32::MAX;
+            };
+            twice |= u32::from(block.stamp == row_stamp);
+            block.stamp = row_stamp;
+            leases | block.lease
+        });
+        sources_free && twice == 0 && leases <= destination.limit()
+    }
+
+    /// The blocks of a source end, so that looking one up is also the check of its range.
+    #[inline]
+    fn usable(&self, end: End) -> &[Block] {
         let to = if end.side == HOST {
             end.to.min(self.ready)
         } else {
             end.to
         };
-        let blocks = self.blocks[end.side].get(end.from as usize..to as usize).unwrap_or(&[]);
+        self.blocks[end.side].get(end.from as usize..to as usize).unwrap_or(&[])
+    }
+
+    /// Finds the first pair of a row that may not be leased. A source refuses only once the destinations of the pairs
+    /// before it have passed.
+    ///
+    /// # Errors
+    /// Its [`Refusal`].
+    #[cold]
+    fn refuse(
+        &mut self,
+        at: u32,
+        pairs: &[Pair],
+        source: Option<End>,
+        destination: End,
+        row_stamp: u32,
+    ) -> Result<(), Refusal> {
+        let bad_source = match source {
+            Some(end) => self.first_bad_source(pairs, end),
+            None => self.first_bad_slot(pairs),
+        };
+        let sound = bad_source.and_then(|bad| pairs.get(..bad)).unwrap_or(pairs);
+        if let Some(pair) = self.first_bad_destination(sound, destination, row_stamp) {
+            return Err(self.destination_refusal(at, pair.destination, destination));
+        }
+        match bad_source.and_then(|bad| pairs.get(bad)) {
+            Some(pair) => Err(self.source_refusal(at, pair.source, source)),
+            None => Ok(()),
+        }
+    }
+
+    /// Index of the first pair whose source may not be read (or, exclusively, taken) now.
+    fn first_bad_source(&self, pairs: &[Pair], end: End) -> Option<usize> {
+        let blocks = self.usable(end);
         pairs.iter().position(|pair| {
             let block = blocks.get(pair.source.wrapping_sub(end.from) as usize);
-            block.is_none_or(|block| block.lease > limit) || pair.source == null
+            block.is_none_or(|block| block.lease > end.limit()) || pair.source == self.null[end.side]
         })
     }
 
@@ -389,21 +461,17 @@ impl Group {
     }
 
     /// The first pair whose destination may not be written (or read, for tables) now, or is named twice in the row.
-    #[inline]
     fn first_bad_destination<'a>(&mut self, pairs: &'a [Pair], end: End, row_stamp: u32) -> Option<&'a Pair> {
         let null = self.null[end.side];
-        let limit = end.limit();
         let skip_duplicates = planted("x9_skip_duplicates");
-        let blocks = self.blocks[end.side].get_mut(..end.to as usize).unwrap_or(&mut []);
+        let blocks = &mut self.blocks[end.side];
         pairs.iter().find(|pair| {
             let Some(block) = blocks.get_mut(pair.destination as usize) else {
                 return true;
             };
             let twice = block.stamp == row_stamp && !skip_duplicates;
-            if !twice {
-                block.stamp = row_stamp;
-            }
-            twice || block.lease > limit || pair.destination == null
+            block.stamp = row_stamp;
+            twice || block.lease > end.limit() || pair.destination == null
         })
     }
 
@@ -429,9 +497,8 @@ impl Group {
     /// Why a destination is refused: the first reason that holds for it.
     #[cold]
     fn destination_refusal(&self, row: u32, id: u32, end: End) -> Refusal {
-        let blocked = self.blocks[end.side]
-            .get(id as usize)
-            .is_some_and(|block| block.lease > end.limit());
+        let block = self.blocks[end.side].get(id as usize);
+        let blocked = block.is_some_and(|block| block.lease > end.limit());
         if id >= end.to {
             Refusal::DestinationRange { row, id, to: end.to }
         } else if id == self.null[end.side] {

@@ -295,15 +295,15 @@ impl PlanDraft {
         ];
         let rest = put(into, header.into_iter());
         let rest = put(rest, self.request.chunks(8).map(padded_word));
-        let rows = self.rows.iter().flat_map(|row| {
-            [
+        let (rows, rest) = rest.split_at_mut_checked(4 * self.rows.len()).unwrap_or_default();
+        for (words, row) in rows.chunks_exact_mut(4).zip(&self.rows) {
+            words.copy_from_slice(&[
                 word(row.layer, row.group),
                 word(u32::from(row.source_kind) | u32::from(row.flags) << 16, row.valid),
                 word(row.pairs_at, row.pairs),
                 word(row.valid_tokens, row.reserved),
-            ]
-        });
-        let rest = put(rest, rows);
+            ]);
+        }
         let rest = put(rest, self.pairs.iter().map(|pair| word(pair.source, pair.destination)));
         let rest = put(rest, self.tags.iter().copied());
         rest.fill(0);
@@ -331,13 +331,12 @@ pub fn seal(record: &mut [u64]) {
 /// Stores words and returns what is left. The lengths were added up by `record_bytes`; a mismatch would be a bug of this
 /// file and cuts the record, which its checksum and counts then refuse.
 #[inline]
-fn put(into: &mut [u64], words: impl Iterator<Item = u64>) -> &mut [u64] {
-    let mut stored = 0;
-    for (slot, word) in into.iter_mut().zip(words) {
+fn put(into: &mut [u64], words: impl ExactSizeIterator<Item = u64>) -> &mut [u64] {
+    let (head, rest) = into.split_at_mut(words.len().min(into.len()));
+    for (slot, word) in head.iter_mut().zip(words) {
         *slot = word;
-        stored += 1;
     }
-    into.get_mut(stored..).unwrap_or(&mut [])
+    rest
 }
 
 /// Two 32-bit fields that follow each other, as one word. Records are little-endian, as are the machines that share

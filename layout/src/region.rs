@@ -38,6 +38,8 @@ pub const MEMBER_BYTES: usize = 64;
 pub const CHARTER_AT: usize = MEMBERSHIP_AT + MAX_RANKS as usize * MEMBER_BYTES;
 /// Bytes of one entry of the block directory: state, owner, checksum, and a spare word (X25a).
 pub const DIRECTORY_ENTRY_BYTES: usize = 32;
+/// Bit of a directory entry's state word, generation · 2 + valid: the entry vouches for the block's bytes (X25a).
+pub const DIRECTORY_VALID: u64 = 1;
 
 /// Rank segment: process epoch of the worker.
 pub const WORKER_EPOCH_AT: usize = PAGE_BYTES;

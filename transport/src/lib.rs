@@ -24,6 +24,8 @@ pub mod doctor;
 #[cfg(not(loom))]
 pub mod event_bridge;
 #[cfg(not(loom))]
+pub mod inspect;
+#[cfg(not(loom))]
 pub mod limits;
 #[cfg(not(loom))]
 pub mod link;
@@ -44,6 +46,9 @@ pub mod segment;
 #[cfg(not(loom))]
 pub mod watcher;
 
+#[cfg(test)]
+#[cfg(loom)]
+mod loom_tests;
 #[cfg(test)]
 #[cfg(not(loom))]
 mod proof;

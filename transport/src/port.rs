@@ -17,7 +17,10 @@ use kvsluice_layout::region::{
 
 use crate::ring::{Broken, PlanReader, RecordAt, RingShape};
 use crate::shared::{Shared, SharedMut};
-use crate::slots::write_slot;
+use crate::slots::{prefetch_slot_write, write_slot};
+
+/// How many records ahead a worker asks for the slot of.
+const SLOTS_AHEAD: u64 = 4;
 
 /// The duty to answer one record.
 ///
@@ -269,6 +272,10 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
                     }
                 }
             };
+            // A slot that the producer has read is taken back while the records before it are worked on: the slot of a
+            // record some places on, if the next ones are as long as this one.
+            let ahead = Position(at.position.0 + SLOTS_AHEAD * at.bytes);
+            prefetch_slot_write(&self.rank, self.reader.shape(), ahead);
             let record = self.reader.record(at);
             let producer = ProcessEpoch(record.get(4).copied().unwrap_or(0));
             // A record whose bytes do not hold is refused below, whoever it claims to be from (X9).

@@ -23,7 +23,10 @@ use crate::members::{Member, write_member};
 use crate::recovery::Journaled;
 use crate::ring::{ClaimError, PlanWriter, RingShape};
 use crate::shared::{Shared, SharedMut};
-use crate::slots::{SlotState, read_slot};
+use crate::slots::{SlotState, prefetch_slot, read_slot};
+
+/// How many answers ahead a producer asks for while it finds them.
+const SLOTS_AHEAD: usize = 4;
 
 /// Who keeps the ring from moving: named in every error about a full ring (X17).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -674,6 +677,10 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
                 let Some(segment) = &state.segment else { break };
                 match read_slot(segment, shape, Position(op.position)) {
                     SlotState::Answered(slot) => {
+                        // The next answers are probably there too, each a line to be fetched from the other core.
+                        if let Some(ahead) = self.in_flight.get(at + SLOTS_AHEAD) {
+                            prefetch_slot(segment, shape, Position(ahead.position));
+                        }
                         state.cursor += 1;
                         advanced = true;
                         self.take_answer(at, rank, &slot);

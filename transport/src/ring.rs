@@ -23,6 +23,10 @@ use thiserror::Error;
 use crate::shared::{Ordering, Shared, SharedMut, fence};
 
 const LINE: u64 = LINE_BYTES as u64;
+/// How far ahead of the tail a writer asks for lines.
+const WRITE_AHEAD_LINES: u64 = 6;
+/// How far ahead of the cursor a reader asks for lines while it finds records.
+const READ_AHEAD_LINES: u64 = 6;
 
 /// Where a ring lies in the control segment, and what follows from its size.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -273,6 +277,11 @@ impl<M: SharedMut> PlanWriter<M> {
         let words = &self.mirror[from + first_word..from + copied as usize / 8];
         self.memory.copy_in(at + first_word * 8, words);
         self.tail = position + length;
+        // The ranks have read these lines a lap ago: taking them back takes a while each, so several at a time.
+        for line in 0..(copied / LINE).min(4) {
+            self.memory
+                .prefetch_write(self.shape.shared_at(self.tail + (WRITE_AHEAD_LINES + line) * LINE));
+        }
     }
 }
 
@@ -403,6 +412,11 @@ impl<M: Shared> PlanReader<M> {
             &mut self.mirror[from + LINE_WORDS..from + copied as usize / 8],
         );
         self.cursor += bytes;
+        // The next records are probably there too; each line is fetched from the other core, so several at a time.
+        for line in 0..(copied / LINE).min(4) {
+            self.memory
+                .prefetch(self.shape.shared_at(self.cursor + (READ_AHEAD_LINES + line) * LINE));
+        }
         Ok(Some(RecordAt {
             position,
             bytes,

@@ -48,6 +48,18 @@ pub fn write_slot<M: SharedMut>(memory: &M, shape: RingShape, position: Position
     memory.store_release(at, position.0 + 1);
 }
 
+/// Asks for the slot of the record at `position`, which is to be read soon.
+#[inline]
+pub fn prefetch_slot<M: Shared>(memory: &M, shape: RingShape, position: Position) {
+    memory.prefetch(slot_at(shape, position));
+}
+
+/// Asks to own the slot of the record at `position`, which is to be written soon.
+#[inline]
+pub fn prefetch_slot_write<M: SharedMut>(memory: &M, shape: RingShape, position: Position) {
+    memory.prefetch_write(slot_at(shape, position));
+}
+
 /// What a slot says about the record at a position.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SlotState {

@@ -144,7 +144,6 @@ impl Pair {
     /// Starts the peer, pins both and resets the channel, so that data records pass.
     pub(super) fn start(setup: &Setup) -> Result<Self> {
         let [core, peer_core] = setup.cores;
-        machine::pin(core)?;
         let ring_bytes = setup.ring_bytes;
         let geometry = geometry()?;
         let map = region(&geometry, ring_bytes)?;
@@ -173,8 +172,11 @@ impl Pair {
             fcntl_setfd(descriptor, FdFlags::empty())?; // this one child inherits it
             command.args([name, descriptor.as_raw_fd().to_string().as_str()]);
         }
+        // The peer inherits where this process may run, and must not wait for the core that it will spin on.
+        machine::pin(&setup.cores)?;
         let peer = command.spawn().context("cannot start the peer process")?;
         drop(handed);
+        machine::pin(&[core])?;
 
         let mut producer = Producer::new(control.memory, map.clone(), LeaseTable::new(&geometry), PRODUCER);
         producer.join(Rank(0), up.clone(), WORKER, peer.id());

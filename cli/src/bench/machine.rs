@@ -84,11 +84,13 @@ pub(super) fn allowed_cores() -> Result<Vec<usize>> {
         .collect())
 }
 
-/// Binds this thread to one core.
-pub(super) fn pin(core: usize) -> Result<()> {
+/// Binds this thread to these cores.
+pub(super) fn pin(cores: &[usize]) -> Result<()> {
     let mut set = CpuSet::new();
-    set.set(core)?;
-    sched_setaffinity(Pid::from_raw(0), &set).with_context(|| format!("cannot pin to core {core}"))
+    for core in cores {
+        set.set(*core)?;
+    }
+    sched_setaffinity(Pid::from_raw(0), &set).with_context(|| format!("cannot pin to cores {cores:?}"))
 }
 
 #[cfg(test)]

@@ -47,7 +47,7 @@ struct Worker {
 /// Runs the peer until it is told to quit or its producer is gone.
 pub(super) fn run(args: &PeerArgs) -> Result<()> {
     set_parent_process_death_signal(Some(Signal::KILL))?;
-    machine::pin(args.core)?;
+    machine::pin(&[args.core])?;
     let geometry = geometry()?;
     let map = region(&geometry, args.ring_bytes)?;
     let peers = Peers::default();

@@ -3,6 +3,7 @@
 use super::*;
 use crate::geometry::{Attention, Dtype, LayerSpec, Sharding};
 use crate::ids::PhysicalBlock;
+use crate::planted::with_planted;
 use crate::presets::{Sizing, preset};
 
 /// A small random geometry: every kind, order and sharding, tiny blocks, at times with aliases.
@@ -239,8 +240,11 @@ fn x3_no_block_lies_in_the_header_of_the_pool_segment() {
         planes.map(|plane| plane.host_at(SourceBlock(0))).min().unwrap()
     };
     assert!(lowest() >= crate::segment::HEADER_BYTES as u64);
-    #[cfg(feature = "planted")]
-    assert_eq!(crate::planted::with_planted("x3_blocks_over_header", lowest), 0);
+    assert_eq!(
+        with_planted("x3_blocks_over_header", lowest),
+        0,
+        "the planted fault is not seen"
+    );
 }
 
 #[test]
@@ -250,10 +254,8 @@ fn x8_in_random_geometries_every_byte_has_one_owner_and_every_rank_its_heads() {
     }
 }
 
-#[cfg(feature = "planted")]
 #[test]
 fn x8_the_check_goes_red_for_each_planted_fault() {
-    use crate::planted::with_planted;
     for fault in ["x8_skip_shard", "x8_alias_owns_memory", "field_32_one_block_size"] {
         let caught = with_planted(fault, || (0..300).filter(|&seed| check(&random(seed)).is_err()).count());
         assert!(caught > 0, "{fault} was not noticed");

@@ -1,14 +1,21 @@
 //! `kvsluice run` when a process dies or somebody presses Ctrl-C: a clear message, no hang, nothing left behind.
 
-use rustix::process::Signal;
+use std::sync::Arc;
 
-use crate::running::Run;
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+use crate::running::{Program, folder};
 
 /// A run that would go on for minutes, in the middle of its work.
-fn in_the_middle() -> Run {
-    let mut run = Run::start(&["--rounds", "100000"], "");
+fn in_the_middle() -> Program {
+    in_the_middle_in(&folder())
+}
+
+fn in_the_middle_in(folder: &Arc<TempDir>) -> Program {
+    let mut run = Program::start(folder, &["run", "--json", "--rounds", "100000"], "");
     for rank in ["rank-0", "rank-1"] {
-        run.until_log_says(&format!("verified role={rank}"));
+        run.until_it_says(&format!("verified role={rank}"));
     }
     run
 }
@@ -51,7 +58,7 @@ fn a_killed_producer_ends_the_run_and_every_worker_says_so() {
 #[test]
 fn ctrl_c_drains_and_leaves_nothing_behind() {
     let run = in_the_middle();
-    run.signal("run", Signal::INT);
+    run.signal("itself", Signal::INT);
     let ended = run.end();
     ended.left_nothing();
     assert_eq!(ended.code, Some(130), "{}", ended.log);
@@ -65,23 +72,36 @@ fn the_second_ctrl_c_kills() {
     let mut run = in_the_middle();
     // A worker that is stopped never drains.
     run.signal("rank-0", Signal::STOP);
-    run.signal("run", Signal::INT);
-    run.until_log_says("draining");
-    run.signal("run", Signal::INT);
+    run.signal("itself", Signal::INT);
+    run.until_it_says("draining");
+    run.signal("itself", Signal::INT);
     let ended = run.end();
     ended.left_nothing();
     assert_eq!(ended.code, Some(130), "{}", ended.log);
 }
 
 #[test]
-fn a_killed_run_takes_its_processes_with_it() {
-    let run = in_the_middle();
-    run.signal("run", Signal::KILL);
+fn x27_a_killed_run_takes_its_processes_with_it_and_clean_removes_its_files() {
+    let folder = folder();
+    let run = in_the_middle_in(&folder);
+    let channel = format!("run-{}", run.id());
+    let early = Program::start(&folder, &["clean"], "").end();
+    assert!(
+        early
+            .log
+            .contains(&format!("{channel} is live: producer is pid {}", run.pid("producer"))),
+        "{}",
+        early.log
+    );
+    run.signal("itself", Signal::KILL);
     let ended = run.end();
     assert!(ended.alive.is_empty(), "{:?}", ended.alive);
-    assert!(
-        ended.left.iter().all(|path| !path.starts_with("/dev/shm")),
-        "{:?}",
-        ended.left
+    assert_eq!(
+        ended.left,
+        [folder.path().join(&channel)],
+        "only locks and sockets stay"
     );
+    let clean = Program::start(&folder, &["clean"], "").end();
+    assert!(clean.log.contains(&format!("{channel} was stale")), "{}", clean.log);
+    clean.left_nothing();
 }

@@ -8,6 +8,10 @@ mod losses;
 mod pair;
 #[cfg(test)]
 mod running;
+#[cfg(test)]
+mod sides;
+#[cfg(test)]
+mod usage;
 
 /// The binary under test.
 #[cfg(test)]

@@ -1,94 +1,92 @@
-//! A `kvsluice run` under test: started in a runtime folder of its own, followed by what it logs, ended in any way.
+//! The binary under test: started in a runtime folder of the test's own, followed by what it says, ended in any way.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::thread::{self, JoinHandle};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use serde_json::Value;
+use tempfile::TempDir;
 
 /// Far beyond what any run takes on a busy machine: who waits longer hangs.
 const HANG: Duration = Duration::from_secs(120);
 
-/// A run that goes on.
-pub(crate) struct Run {
+/// A program that goes on.
+pub(crate) struct Program {
     child: Child,
-    folder: tempfile::TempDir,
-    log: Receiver<String>,
+    folder: Arc<TempDir>,
+    lines: Receiver<String>,
     seen: Vec<String>,
     pids: BTreeMap<String, u32>,
-    out: Option<JoinHandle<String>>,
+    /// Handles on the same processes, which outlive a pid.
+    handles: BTreeMap<u32, OwnedFd>,
 }
 
-/// A run that has ended.
+/// A program that has ended.
 #[derive(Debug)]
 pub(crate) struct Ended {
     /// Its exit code; `None` if a signal killed it.
     pub(crate) code: Option<i32>,
-    /// The last line of its standard output, if that is JSON.
+    /// The last line that is a JSON object.
     pub(crate) report: Option<Value>,
-    /// Everything on its standard error.
+    /// Everything that it said on its standard output and standard error.
     pub(crate) log: String,
     /// What lies in its runtime folder, and its files in /dev/shm.
     pub(crate) left: Vec<PathBuf>,
     /// Its processes that still live.
     pub(crate) alive: Vec<u32>,
-    /// From the last signal that the test sent to the end.
+    /// How long it was waited for.
     pub(crate) took: Duration,
 }
 
-impl Run {
-    /// Starts `kvsluice run --json` with `args`. `planted` names the faults to switch on.
-    pub(crate) fn start(args: &[&str], planted: &str) -> Self {
-        let folder = tempfile::tempdir().expect("a temporary folder");
+/// A runtime folder of a test's own.
+pub(crate) fn folder() -> Arc<TempDir> {
+    Arc::new(tempfile::tempdir().expect("a temporary folder"))
+}
+
+impl Program {
+    /// Starts `kvsluice run --json` with `args` in a folder of its own. `planted` names the faults to switch on.
+    pub(crate) fn run(args: &[&str], planted: &str) -> Self {
+        Self::start(&folder(), &[&["run", "--json"], args].concat(), planted)
+    }
+
+    /// Starts `kvsluice` with `args` in a runtime folder.
+    pub(crate) fn start(folder: &Arc<TempDir>, args: &[&str], planted: &str) -> Self {
         let mut command = Command::new(crate::BINARY);
-        command
-            .args(["run", "--json", "--runtime-dir"])
-            .arg(folder.path())
-            .args(args);
-        command
-            .env("KVSLUICE_PLANTED", planted)
-            .env("RUST_LOG", "warn,kvsluice_cli=debug");
+        command.args(args).arg("--runtime-dir").arg(folder.path());
+        command.env("KVSLUICE_PLANTED", planted);
+        command.env("RUST_LOG", "warn,kvsluice_cli=debug");
         command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         let mut child = command.spawn().expect("the binary starts");
-        let (sender, log) = channel();
-        let err = child.stderr.take().expect("piped");
-        thread::spawn(move || {
-            BufReader::new(err)
-                .lines()
-                .map_while(Result::ok)
-                .try_for_each(|line| sender.send(line))
-        });
-        let mut stdout = child.stdout.take().expect("piped");
-        let out = thread::spawn(move || {
-            let mut text = String::new();
-            // What is not text is no report.
-            let _ = stdout.read_to_string(&mut text);
-            text
-        });
+        let (sender, lines) = channel();
+        listen(child.stdout.take().expect("piped"), sender.clone());
+        listen(child.stderr.take().expect("piped"), sender);
         Self {
             child,
-            folder,
-            log,
+            folder: Arc::clone(folder),
+            lines,
             seen: Vec::new(),
             pids: BTreeMap::new(),
-            out: Some(out),
+            handles: BTreeMap::new(),
         }
     }
 
-    /// Waits until the log says `text`. Panics if the run ends or hangs before.
-    pub(crate) fn until_log_says(&mut self, text: &str) {
+    /// Waits until it says `text`. Panics if it ends or hangs before.
+    pub(crate) fn until_it_says(&mut self, text: &str) {
         let deadline = Instant::now() + HANG;
         loop {
             match self
-                .log
+                .lines
                 .recv_timeout(deadline.saturating_duration_since(Instant::now()))
             {
                 Ok(line) => {
@@ -109,9 +107,14 @@ impl Run {
         self.pids[role]
     }
 
-    /// Sends a signal to the process of a role, or to the run itself (`run`).
+    /// Its own pid.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends a signal to the process of a role, or to the program itself (`itself`).
     pub(crate) fn signal(&self, role: &str, signal: Signal) {
-        let pid = if role == "run" { self.child.id() } else { self.pid(role) };
+        let pid = if role == "itself" { self.id() } else { self.pid(role) };
         kill_process(Pid::from_raw(pid as i32).expect("a pid"), signal).expect("the process lives");
     }
 
@@ -120,7 +123,7 @@ impl Run {
         let began = Instant::now();
         loop {
             match self
-                .log
+                .lines
                 .recv_timeout((began + HANG).saturating_duration_since(Instant::now()))
             {
                 Ok(line) => self.note(line),
@@ -130,17 +133,24 @@ impl Run {
         }
         let status = self.child.wait().expect("our child");
         let took = began.elapsed();
-        let out = self.out.take().and_then(|out| out.join().ok()).unwrap_or_default();
         let mut left = files_in(self.folder.path(), |_| true);
         let channel = format!("run-{}", self.child.id());
         left.extend(files_in(Path::new("/dev/shm"), |name| name.contains(&channel)));
-        let lives = |pid: &u32| Pid::from_raw(*pid as i32).is_some_and(|pid| test_kill_process(pid).is_ok());
         Ended {
             code: status.code(),
-            report: out.lines().last().and_then(|line| serde_json::from_str(line).ok()),
+            report: self
+                .seen
+                .iter()
+                .rev()
+                .find_map(|line| line.starts_with('{').then(|| serde_json::from_str(line).ok()).flatten()),
             log: self.seen.join("\n"),
             left,
-            alive: self.pids.values().copied().filter(lives).collect(),
+            alive: self
+                .handles
+                .iter()
+                .filter(|(_, handle)| lives(handle))
+                .map(|(pid, _)| *pid)
+                .collect(),
             took,
         }
     }
@@ -150,13 +160,18 @@ impl Run {
             let mut words = started.split(" pid=");
             if let (Some(role), Some(Ok(pid))) = (words.next(), words.next().map(str::parse)) {
                 self.pids.insert(role.to_owned(), pid);
+                let known = Pid::from_raw(pid as i32).expect("a pid");
+                // One that has ended already needs no handle.
+                if let Ok(handle) = pidfd_open(known, PidfdFlags::empty()) {
+                    self.handles.insert(pid, handle);
+                }
             }
         }
         self.seen.push(line);
     }
 }
 
-impl Drop for Run {
+impl Drop for Program {
     fn drop(&mut self) {
         // A test that failed leaves no process behind: the kernel ends the children with their parent.
         let _ = self.child.kill();
@@ -183,6 +198,19 @@ impl Ended {
             .and_then(Value::as_u64)
             .unwrap_or_else(|| panic!("no {pointer} in {report}"))
     }
+}
+
+fn listen(stream: impl Read + Send + 'static, sender: Sender<String>) {
+    let lines = BufReader::new(stream).lines().map_while(Result::ok);
+    // Nobody listens to a program whose test has failed.
+    thread::spawn(move || lines.into_iter().try_for_each(|line| sender.send(line)));
+}
+
+/// True if the process does not end: the kernel says so at once where it has ended, and soon where it is about to.
+fn lives(handle: &OwnedFd) -> bool {
+    let patience = Timespec { tv_sec: 10, tv_nsec: 0 };
+    let ended = poll(&mut [PollFd::new(handle, PollFlags::IN)], Some(&patience));
+    ended.expect("a process can be polled") == 0
 }
 
 fn files_in(folder: &Path, which: impl Fn(&str) -> bool) -> Vec<PathBuf> {

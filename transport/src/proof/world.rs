@@ -89,6 +89,9 @@ enum Block {
     Device(u32),
 }
 
+/// The producer's process.
+type Side = Producer<Counting<Heap>, Heap>;
+
 /// A worker process. Without its port it is dead, and nobody has noticed.
 struct Worker {
     member: Member,
@@ -104,7 +107,7 @@ pub(crate) struct World {
     map: RegionMap,
     shape: RingShape,
     control: Counting<Heap>,
-    producer: Producer<Counting<Heap>, Heap>,
+    producer: Side,
     workers: Vec<Option<Worker>>,
     /// One per rank, for each of its workers in turn.
     worker_fuses: Vec<Fuse>,
@@ -171,7 +174,7 @@ impl World {
         self.workers.len() as u32
     }
 
-    pub(crate) fn producer(&self) -> &Producer<Counting<Heap>, Heap> {
+    pub(crate) fn producer(&self) -> &Side {
         &self.producer
     }
 
@@ -299,7 +302,7 @@ impl World {
     fn write(
         &mut self,
         draft: &PlanDraft,
-        act: fn(&mut Producer<Counting<Heap>, Heap>, &PlanDraft) -> Result<Position, PublishError>,
+        act: fn(&mut Side, &PlanDraft) -> Result<Position, PublishError>,
     ) -> Result<Position, Option<PublishError>> {
         let state = |world: &Self| {
             let producer = &world.producer;
@@ -717,7 +720,7 @@ impl World {
 
     // The account.
 
-    fn producer_does<T>(&mut self, act: impl FnOnce(&mut Producer<Counting<Heap>, Heap>) -> T) -> Option<T> {
+    fn producer_does<T>(&mut self, act: impl FnOnce(&mut Side) -> T) -> Option<T> {
         let done = until_crash(|| act(&mut self.producer));
         if done.is_none() {
             for rank in (0..self.ranks()).map(Rank) {

@@ -224,6 +224,20 @@ impl SharedMut for MappingMut {
     }
 
     #[inline]
+    fn prefetch_write(&self, at: usize) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let line = self.segment.base.as_ptr().wrapping_add(at);
+            // The intrinsic becomes a plain prefetch for processors that do not promise this instruction; every x86-64
+            // decodes it, as a no-op where it means nothing.
+            // SAFETY: a prefetch writes nothing and faults nowhere, whatever its address is.
+            unsafe { std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags, readonly)) }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = at;
+    }
+
+    #[inline]
     fn store_u32(&self, at: usize, word: u32) {
         self.segment.atomic_u32(at).store(word, Ordering::Relaxed);
     }

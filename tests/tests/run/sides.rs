@@ -1,0 +1,135 @@
+//! The two sides started by hand: in any order, refused where they do not fit, replaced where they die.
+
+use std::sync::Arc;
+
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+use crate::running::{Ended, Program, folder};
+
+fn producer(folder: &Arc<TempDir>, args: &[&str]) -> Program {
+    let fixed = ["cpu-worker", "--channel=hand", "--ranks=1"];
+    Program::start(folder, &[&fixed[..], args].concat(), "")
+}
+
+fn worker(folder: &Arc<TempDir>, args: &[&str]) -> Program {
+    let fixed = ["gpu-worker", "--channel=hand", "--ranks=1", "--rank=0"];
+    Program::start(folder, &[&fixed[..], args].concat(), "")
+}
+
+/// Stopped and drained, every byte right.
+fn end_worker(mut worker: Program) -> Ended {
+    worker.signal("itself", Signal::TERM);
+    worker.until_it_says("verified, 0 wrong");
+    let ended = worker.end();
+    assert_eq!(ended.code, Some(0), "{}", ended.log);
+    ended
+}
+
+#[test]
+fn the_sides_find_each_other_in_either_order_and_the_last_one_removes_the_folder() {
+    let folder = folder();
+    for worker_first in [true, false] {
+        let (early, producer, late) = if worker_first {
+            let worker = worker(&folder, &[]);
+            (Some(worker), producer(&folder, &["--requests=10"]), None)
+        } else {
+            let producer = producer(&folder, &["--requests=10"]);
+            (None, producer, Some(worker(&folder, &[])))
+        };
+        let played = producer.end();
+        assert_eq!(played.code, Some(0), "{}", played.log);
+        assert!(played.log.contains("10 requests"), "{}", played.log);
+        end_worker(early.or(late).unwrap());
+    }
+    let clean = Program::start(&folder, &["clean"], "").end();
+    clean.left_nothing();
+}
+
+#[test]
+fn x20_a_second_producer_and_a_second_worker_are_refused_with_the_pid_of_the_first() {
+    let folder = folder();
+    let mut first = producer(&folder, &["--rounds=100000"]);
+    let mut served = worker(&folder, &[]);
+    first.until_it_says("rank 0 (pid");
+    served.until_it_says("is attached");
+    for (second, pid) in [
+        (producer(&folder, &[]), first.id()),
+        (worker(&folder, &[]), served.id()),
+    ] {
+        let refused = second.end();
+        assert_eq!(refused.code, Some(4), "{}", refused.log);
+        assert!(
+            refused.log.contains(&format!("is pid {pid} already")),
+            "{}",
+            refused.log
+        );
+        assert!(refused.log.contains("stop it first"), "{}", refused.log);
+    }
+    first.signal("itself", Signal::TERM);
+    let ended = first.end();
+    assert_eq!(ended.code, Some(0), "{}", ended.log);
+    end_worker(served);
+}
+
+#[test]
+fn x20_a_worker_of_another_geometry_is_refused_on_both_sides_with_field_and_values() {
+    let folder = folder();
+    let mut first = producer(&folder, &[]);
+    first.until_it_says("is open");
+    let misfit = worker(&folder, &["--preset=sample-hybrid"]).end();
+    assert_eq!(misfit.code, Some(4), "{}", misfit.log);
+    first.until_it_says("does not fit");
+    first.signal("itself", Signal::TERM);
+    let ended = first.end();
+    for log in [&misfit.log, &ended.log] {
+        assert!(log.contains("dtype is F16, expected Bf16"), "{log}");
+    }
+}
+
+#[test]
+fn x24_a_new_worker_takes_the_place_of_a_killed_one() {
+    let folder = folder();
+    let mut producer = producer(&folder, &["--wait-for-ranks", "--rounds=100000"]);
+    let mut first = worker(&folder, &[]);
+    first.until_it_says("is attached");
+    producer.until_it_says("rank 0 (pid");
+    let pid = first.id();
+    first.signal("itself", Signal::KILL);
+    first.end();
+    producer.until_it_says(&format!("RankLost: rank 0, pid {pid}"));
+    let mut second = worker(&folder, &[]);
+    producer.until_it_says(&format!("rank 0 (pid {}) takes part", second.id()));
+    second.until_it_says("verified role=0");
+    producer.signal("itself", Signal::TERM);
+    let ended = producer.end();
+    assert_eq!(ended.code, Some(0), "{}", ended.log);
+    assert!(ended.log.contains("0 blocks leaked"), "{}", ended.log);
+    end_worker(second);
+}
+
+#[test]
+fn x25_a_new_producer_takes_over_from_a_killed_one_with_a_warm_pool() {
+    let folder = folder();
+    let mut first = producer(&folder, &["--rounds=100000"]);
+    let mut worker = worker(&folder, &[]);
+    worker.until_it_says("verified role=0");
+    let pid = first.id();
+    first.until_it_says("takes part");
+    first.signal("itself", Signal::KILL);
+    first.end();
+    worker.until_it_says(&format!("ProducerLost: pid {pid}"));
+    let second = producer(&folder, &["--requests=20"]);
+    worker.until_it_says("works for a new producer");
+    let ended = second.end();
+    assert_eq!(ended.code, Some(0), "{}", ended.log);
+    assert!(
+        ended
+            .log
+            .contains("took the channel over as incarnation 2: workers [0] live"),
+        "{}",
+        ended.log
+    );
+    assert!(!ended.log.contains(" 0 blocks warm"), "{}", ended.log);
+    end_worker(worker);
+}
