@@ -183,7 +183,7 @@ fn x20_f12_a_workload_is_played_over_a_socket_and_mapped_segments_and_nothing_is
     assert!(seen.verified > 0 && summary.bytes_h2d > 0 && summary.completions.done >= summary.plans);
     assert_eq!((summary.completions.failed, summary.completions.conflicting), (0, 0));
     let latency = summary.latency_us.publish_to_done;
-    assert!(0.0 < latency.p50 && latency.p50 <= latency.p99 && latency.p99 <= latency.p999);
+    assert!(0.05 < latency.p50 && latency.p50 <= latency.p99 && latency.p99 <= latency.p999);
     assert!(
         matches!(&events[0], Event::Ready { channel, incarnation: 1, .. } if channel == "engine"),
         "{events:?}"

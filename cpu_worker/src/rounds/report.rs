@@ -7,9 +7,6 @@ use serde::{Deserialize, Serialize};
 use crate::cost::{MovementCounters, RetainTerms};
 use crate::retain::RetainKind;
 
-/// Longest latency that is told apart: an hour.
-const LATENCY_NS_MAX: u64 = 3_600_000_000_000;
-
 /// The six movement counters (R1, R2), the terms of Tretain (R63) and the blocks released (R66).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Costs {
