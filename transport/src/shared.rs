@@ -124,6 +124,13 @@ impl Shared for Heap {
         self.words[at / 8].load(Ordering::Relaxed)
     }
 
+    #[cfg(kvsluice_tsan)]
+    fn load_acquire(&self, at: usize) -> u64 {
+        // X2a: ThreadSanitizer does not understand fences.
+        // pairs with: Heap::store_release of the same word.
+        self.words[at / 8].load(Ordering::Acquire)
+    }
+
     #[inline]
     fn load_u32(&self, at: usize) -> u32 {
         self.load(at & !7) as u32

@@ -44,6 +44,10 @@ pub fn write_slot<M: SharedMut>(memory: &M, shape: RingShape, position: Position
         return;
     }
     memory.copy_in(at + 8, &words[1..]);
+    if planted("x12_relaxed_terminal") {
+        memory.store(at, position.0 + 1);
+        return;
+    }
     // pairs with: slots::read_slot, which acquires the slot's first word.
     memory.store_release(at, position.0 + 1);
 }

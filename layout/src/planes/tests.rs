@@ -240,8 +240,9 @@ fn x3_no_block_lies_in_the_header_of_the_pool_segment() {
         planes.map(|plane| plane.host_at(SourceBlock(0))).min().unwrap()
     };
     assert!(lowest() >= crate::segment::HEADER_BYTES as u64);
+    #[cfg(feature = "planted")]
     assert_eq!(
-        with_planted("x3_blocks_over_header", lowest),
+        crate::planted::with_planted("x3_blocks_over_header", lowest),
         0,
         "the planted fault is not seen"
     );

@@ -191,14 +191,15 @@ fn x16_stray_repeated_and_conflicting_answers_are_counted_and_fail_one_operation
         },
     );
     let counts: Vec<_> = worlds.iter().map(|world| world.producer().counts()).collect();
-    assert!(counts.iter().any(|counts| counts.stale > 0));
-    assert!(counts.iter().any(|counts| counts.conflicting > 0));
+    assert!(cfg!(miri) || counts.iter().any(|counts| counts.stale > 0));
+    assert!(cfg!(miri) || counts.iter().any(|counts| counts.conflicting > 0));
     for (world, counts) in worlds.iter().zip(counts) {
         assert_eq!(counts.conflicting, world.conflicts, "{}", world.label);
     }
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "runs until it finds each")]
 fn x35_random_worlds_find_each_planted_fault() {
     let climate = Climate {
         deaths: true,
