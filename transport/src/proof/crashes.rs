@@ -10,8 +10,8 @@ use kvsluice_layout::planted::with_planted;
 use kvsluice_layout::record::{NEW_SLOT, RetainMode};
 use kvsluice_layout::refusal::Refusal;
 
-use crate::counting::Fuse;
 use super::world::World;
+use crate::counting::Fuse;
 use crate::port::Outcome;
 
 /// Who crashes.
