@@ -1,0 +1,3 @@
+//! The `kvsluice` binary: arguments, wiring, printing. It decides nothing.
+
+pub mod sim;
