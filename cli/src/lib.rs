@@ -19,6 +19,7 @@ mod progress;
 mod report;
 mod run;
 mod side;
+mod sim;
 mod supervisor;
 
 use std::ffi::OsString;
@@ -59,6 +60,8 @@ enum Command {
     Clean(clean::CleanArgs),
     /// Say what on this host would stand in the way of a run, and what to change
     Doctor(doctor::DoctorArgs),
+    /// Play a channel under one seeded scheduler, with crashes, and check it after every step
+    Sim(sim::SimArgs),
     /// Answer conformance vectors: one JSON object a line in, one out
     Eval(eval::EvalArgs),
 }
@@ -96,6 +99,7 @@ fn obey(args: Vec<OsString>) -> anyhow::Result<Exit> {
         Command::Compare(args) => compare::run(&args).map(|equal| if equal { Exit::Good } else { Exit::Wrong }),
         Command::Clean(args) => clean::run(&args),
         Command::Doctor(args) => doctor::doctor(&args),
+        Command::Sim(args) => sim::run(&args).map(|sound| if sound { Exit::Good } else { Exit::Wrong }),
         Command::Eval(args) => eval::eval(&args),
     }
 }

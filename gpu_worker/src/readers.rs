@@ -252,6 +252,16 @@ impl Readers {
         *self.get(id)?.ready.get(layer.index())?
     }
 
+    /// Whether the copies of any layer failed: a device reports a failure with the first event behind it, which is the
+    /// layer's, and not again with the writer's last (X12). Asked once the last has fired.
+    pub fn failed<D: Device + ?Sized>(&self, device: &mut D, id: WriterId) -> bool {
+        let ready = self.get(id).map_or(&[][..], |writer| &writer.ready);
+        ready
+            .iter()
+            .flatten()
+            .any(|event| device.poll(*event) == EventState::Failed)
+    }
+
     /// Makes the compute queue wait for `layer`, and registers a reader of the writer's destinations (X18). Each such
     /// wait is ended with [`end_read`](Readers::end_read).
     pub fn wait_layer<D: Device + ?Sized>(

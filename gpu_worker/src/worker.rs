@@ -7,7 +7,7 @@
 mod job;
 mod verify;
 
-use kvsluice_layout::ids::Rank;
+use kvsluice_layout::ids::{Position, Rank};
 use kvsluice_layout::planes::GeometryMap;
 use kvsluice_layout::record::{Kind, Terminal};
 use kvsluice_layout::refusal::Refusal;
@@ -109,6 +109,8 @@ struct Hands<D> {
     image: Vec<u32>,
     verifier: Verifier,
     counts: WorkerCounts,
+    /// By queue: who has submitted copies and not yet an event behind them.
+    takers: [Option<Position>; 3],
 }
 
 /// One rank's worker. `C` is the control segment, `R` the rank's own, `D` its device.
@@ -138,6 +140,7 @@ impl<C: Shared, R: SharedMut, D: Device> Worker<C, R, D> {
             image: Vec::new(),
             verifier: spec.verifier,
             counts: WorkerCounts::default(),
+            takers: [None; 3],
             device,
             map,
         };
@@ -347,6 +350,25 @@ impl<D: Device> Hands<D> {
         let waits = self.device.wait(queue, fence);
         self.device.release(fence);
         waits.is_ok()
+    }
+
+    /// Whether an operation is in the middle of its submits on `queue`. Nobody else records an event there meanwhile: a
+    /// device reports a failed copy with the first event behind it, whose operation would fail in its place (X12).
+    fn is_taken(&self, queue: Queue) -> bool {
+        self.takers.get(queue.index()).is_some_and(Option::is_some)
+    }
+
+    fn take(&mut self, queue: Queue, position: Position) {
+        if let Some(taker) = self.takers.get_mut(queue.index()) {
+            *taker = Some(position);
+        }
+    }
+
+    /// The operation at `position` has its event, or has ended.
+    fn give(&mut self, position: Position) {
+        for taker in &mut self.takers {
+            taker.take_if(|taker| *taker == position);
+        }
     }
 
     fn event_state(&mut self, event: crate::device::Event) -> EventState {

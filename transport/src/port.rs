@@ -297,7 +297,8 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
                 let data = !plan.kind().is_control();
                 // Behind a Reset that is still to be applied, the old generation is stale and the new one premature.
                 let (found, expected) = (header.pool_generation, self.generation_ahead.0);
-                if data && (found != expected || found != self.generation.0) {
+                let stale = found != expected || found != self.generation.0;
+                if data && stale && !planted("x24a_generation_unchecked") {
                     return Err(Refusal::StaleGeneration { found, expected }); // X24a
                 }
                 if !self.copy_sources
@@ -367,6 +368,9 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
     /// Sets the generation of this rank's device pool: the Reset of it is about to be answered (X24a).
     pub fn set_generation(&mut self, generation: PoolGeneration) {
         self.generation = generation;
+        if planted("x24a_generation_not_stored") {
+            return;
+        }
         // pairs with: producer::Producer::refresh_open, after the Reset's terminal
         self.rank.store_release(RANK_GENERATION_AT, generation.0);
     }
@@ -379,7 +383,9 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
 
     fn consume(&self, at: RecordAt) {
         // X12: stored before the terminal of the record.
-        self.rank.store(CONSUMED_AT, at.position.0 + at.bytes);
+        if !planted("x12_consumed_never") {
+            self.rank.store(CONSUMED_AT, at.position.0 + at.bytes);
+        }
     }
 
     fn answer(&mut self, position: Position, identity: u64, producer: ProcessEpoch, outcome: &Outcome) {
@@ -397,6 +403,9 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
             digest: outcome.digest,
         };
         if !planted("x12_lost_terminal") {
+            write_slot(&self.rank, self.reader.shape(), position, &slot);
+        }
+        if planted("x12_terminal_twice") {
             write_slot(&self.rank, self.reader.shape(), position, &slot);
         }
         self.terminals += 1;

@@ -417,7 +417,10 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
     fn write(&mut self, draft: &PlanDraft) -> Result<Written, PublishError> {
         let kind = draft.kind();
         let control = kind.is_control();
-        if !control && let Some(closed) = self.closed {
+        if !control
+            && let Some(closed) = self.closed
+            && !planted("x24_always_open")
+        {
             return Err(closed); // X24
         }
         let target = if kind == Kind::Abort {
@@ -510,9 +513,11 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
     /// Takes the worker off `rank` after proof of its death (X23): its slots are read once more, every record that it
     /// still owes ends as RankLost for it, and data records are refused until a worker joins.
     pub fn lose(&mut self, rank: Rank) {
-        self.poll_thorough();
-        // The hint died with the rank: every slot is read, hint or not.
-        self.read_behind_cursor(rank.index());
+        if !planted("x24_slots_unread") {
+            self.poll_thorough();
+            // The hint died with the rank: every slot is read, hint or not.
+            self.read_behind_cursor(rank.index());
+        }
         let Some(state) = self.ranks.get_mut(rank.index()) else {
             return;
         };
@@ -756,7 +761,13 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         let state = &mut self.ranks[rank.index()];
         state.answers += 1;
         let epoch = state.member.epoch.0;
-        let belongs = slot.identity == identity && slot.producer_epoch == producer_epoch && slot.worker_epoch == epoch;
+        // X12: the answer is to this record, whoever published it.
+        let producer = if planted("x12_current_epoch") {
+            self.epoch.0
+        } else {
+            producer_epoch
+        };
+        let belongs = slot.identity == identity && slot.producer_epoch == producer && slot.worker_epoch == epoch;
         let terminal = match Terminal::from_slot(slot.status) {
             Some(terminal) if belongs => terminal,
             _ => {
@@ -780,7 +791,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
                 op.digests = Digests::Differ;
             }
         }
-        if terminal > op.worst {
+        if terminal > op.worst || planted("x12_last_rank_decides") {
             op.worst = terminal;
             op.worst_rank = rank.0 as u8; // Below MAX_RANKS, 64.
             op.reason = slot.map_or(0, |s| s.reason);

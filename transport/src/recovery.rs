@@ -7,6 +7,7 @@
 use kvsluice_layout::ids::{Incarnation, PoolGeneration, Position, ProcessEpoch, Rank};
 use kvsluice_layout::lease::LeaseTable;
 use kvsluice_layout::plan::Plan;
+use kvsluice_layout::planted::planted;
 use kvsluice_layout::record::{HEADER_BYTES, Kind, LINE_BYTES, LINE_WORDS, checksum};
 use kvsluice_layout::refusal::Refusal;
 use kvsluice_layout::region::{GENERATION_AT, INCARNATION_AT, PRODUCER_EPOCH_AT, RECLAIM_AT, RegionMap};
@@ -152,6 +153,9 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
             Ok(())
         })?;
         let incarnation = Incarnation(control.load(INCARNATION_AT).saturating_add(1));
+        if planted("x25_incarnation_late") {
+            control.store(PRODUCER_EPOCH_AT, epoch.0);
+        }
         control.store_release(INCARNATION_AT, incarnation.0); // X25: before any other word
         control.store(PRODUCER_EPOCH_AT, epoch.0);
         let mut writer = PlanWriter::new(control, shape, RECLAIM_AT, reclaim.0, tail.0);

@@ -33,6 +33,8 @@ enum Stage {
     Submitting { row: usize, fragment: usize },
     /// Everything is submitted behind the event.
     Copying(Event),
+    /// The blocks are to be the request's, whose tables another change holds.
+    Owning,
     /// The bytes are compared with the plan's tags.
     Verifying,
     /// Nothing is left to do.
@@ -116,6 +118,7 @@ impl Job {
 
     /// Gives back what the job holds on the device, at its terminal.
     pub(super) fn close<D: Device>(&mut self, hands: &mut Hands<D>) {
+        hands.give(self.ticket.position());
         if let Stage::Copying(event) = std::mem::replace(&mut self.stage, Stage::Ended) {
             hands.device.release(event);
         }
@@ -142,13 +145,19 @@ impl Job {
             Stage::Unstarted => self.start(plan, hands, alone, target_open),
             Stage::Submitting { row, fragment } => self.submit(plan, hands, row, fragment),
             Stage::Copying(event) => match hands.event_state(event) {
-                EventState::Pending => Next::Wait,
+                EventState::Pending if !planted("x13_done_before_event") => Next::Wait,
                 state => {
                     self.failed |= state == EventState::Failed;
+                    if let Some(writer) = self.writer
+                        && !planted("x12_last_event_decides")
+                    {
+                        self.failed |= hands.readers.failed(&mut hands.device, writer); // X12
+                    }
                     self.stage = Stage::Ended;
                     self.copied(plan, hands)
                 }
             },
+            Stage::Owning => self.moved(plan, hands),
             Stage::Verifying => self.verify(plan, hands),
             Stage::Ended => self.end(),
         };
@@ -169,9 +178,10 @@ impl Job {
             Kind::Upload => self.start_upload(plan, hands),
             Kind::WriteBack => self.start_write_back(plan, hands),
             Kind::Keep | Kind::Retain => self.start_tables(plan, hands),
-            Kind::Abort if target_open => Next::Wait,
+            Kind::Abort if target_open && !planted("x15_abort_does_not_wait") => Next::Wait,
             Kind::Abort | Kind::Padding => Next::Finish(Outcome::done(0, 0, 0)),
-            Kind::Reset if !alone || hands.readers.any_read() => Next::Wait,
+            Kind::Reset if !alone && !planted("x24a_reset_without_drain") => Next::Wait,
+            Kind::Reset if hands.readers.any_read() => Next::Wait,
             Kind::Reset => {
                 // The engine's reader fence: nothing that was enqueued reads a table or a block any more (X24a).
                 let Ok(fence) = hands.device.record(Queue::Compute) else {
@@ -184,6 +194,9 @@ impl Job {
     }
 
     fn start_upload<D: Device>(&mut self, plan: &Plan<'_>, hands: &mut Hands<D>) -> Next {
+        if hands.is_taken(Queue::CopyIn) {
+            return Next::Wait;
+        }
         let writer = match self.writer {
             Some(writer) => writer,
             None => match hands.readers.open() {
@@ -206,6 +219,7 @@ impl Job {
             Err(StartError::Held { .. } | StartError::Record(_) | StartError::Wait(_)) => return Next::Wait,
             Err(StartError::Unknown { .. }) => return Next::Finish(Outcome::failed()),
         }
+        hands.take(Queue::CopyIn, self.ticket.position());
         self.stage = Stage::Submitting { row: 0, fragment: 0 };
         Next::Worked
     }
@@ -218,10 +232,14 @@ impl Job {
         if to > slots || hands.write_back.is_none() {
             return Next::Finish(Outcome::rejected(Refusal::WriteBackRange { from, to, slots }));
         }
+        if hands.is_taken(Queue::CopyOut) {
+            return Next::Wait;
+        }
         // D6: a copy to the host starts behind the compute that made its bytes.
         if !planted("d6_no_compute_fence") && !hands.fence(Queue::CopyOut) {
             return Next::Wait;
         }
+        hands.take(Queue::CopyOut, self.ticket.position());
         self.stage = Stage::Submitting { row: 0, fragment: 0 };
         Next::Worked
     }
@@ -295,6 +313,7 @@ impl Job {
             hands.device.release(event);
             return Next::Wait;
         }
+        hands.give(self.ticket.position());
         self.stage = Stage::Copying(event);
         Next::Worked
     }
@@ -331,8 +350,13 @@ impl Job {
             // Metadata only: the image on the device stays (R42).
             return self.swap(hands, staged);
         }
+        if hands.is_taken(Queue::CopyIn) {
+            hands.tables.discard(staged);
+            return Next::Wait;
+        }
         match self.enqueue_tables(plan, hands, &staged) {
             Ok(true) => {
+                hands.take(Queue::CopyIn, self.ticket.position());
                 self.staged = Some(staged);
                 self.close_submits(hands, Queue::CopyIn)
             }
@@ -424,7 +448,9 @@ impl Job {
         }
         if plan.kind() == Kind::Reset {
             let generation = plan.operation().pool_generation;
-            hands.tables.reset(generation);
+            if !planted("x24a_tables_survive") {
+                hands.tables.reset(generation);
+            }
             self.generation = Some(generation);
             return Next::Finish(Outcome::done(0, 0, 0));
         }
@@ -436,6 +462,11 @@ impl Job {
         {
             return next;
         }
+        self.moved(plan, hands)
+    }
+
+    /// All bytes are where the plan wants them.
+    fn moved<D: Device>(&mut self, plan: &Plan<'_>, hands: &mut Hands<D>) -> Next {
         if plan.kind() == Kind::Upload
             && let Err(next) = self.own(plan, hands)
         {
@@ -452,11 +483,8 @@ impl Job {
         let mut staged = match hands.tables.stage(plan.request(), &plan.operation()) {
             Ok(staged) => staged,
             Err(StageError::Busy) => {
-                // The bytes are there; the request's other change ends first. The event stays passed.
-                let Ok(event) = hands.device.record(Queue::CopyIn) else {
-                    return Err(Next::Finish(Outcome::failed()));
-                };
-                self.stage = Stage::Copying(event);
+                // The bytes are there; the request's other change ends first.
+                self.stage = Stage::Owning;
                 return Err(Next::Wait);
             }
             Err(error) => return Err(Next::Finish(Outcome::rejected(refusal_of_stage(&error)))),
@@ -475,6 +503,9 @@ impl Job {
     }
 
     fn verify<D: Device>(&mut self, plan: &Plan<'_>, hands: &mut Hands<D>) -> Next {
+        if hands.is_taken(Queue::CopyOut) {
+            return Next::Wait;
+        }
         let Hands {
             verifier,
             device,

@@ -18,7 +18,7 @@ use kvsluice_transport::shared::Heap;
 
 use super::{Step, Verifier, Verify, Worker, WorkerSpec};
 use crate::copy::HostPool;
-use crate::device::adversary::Adversary;
+use crate::device::adversary::{Adversary, Fault};
 use crate::device::host::{HostDevice, Stepper};
 use crate::device::{Access, Device, DeviceSpec, HostSpan};
 use crate::tables::{TableLimits, TableStore};
@@ -338,4 +338,18 @@ fn x24a_a_reset_supersedes_what_waits_empties_the_tables_and_sets_the_generation
         (Terminal::Rejected, 20),
         "a record of the old generation"
     );
+}
+
+#[test]
+fn field_22_an_upload_fails_whichever_of_its_rows_failed() {
+    let layers = preset("sample").expect("preset").layers.len() as u64;
+    for row in 0..layers {
+        let mut pair = filled("sample", Adversary::late(9).with(row, Fault::FailCopy));
+        let draft = pair.upload(1, &[(3, 5)]);
+        assert_eq!(pair.run(&draft).terminal, Terminal::Failed, "row {row}");
+    }
+    let mut pair = filled("sample", Adversary::late(9).with(0, Fault::FailCopy));
+    let draft = pair.upload(1, &[(3, 5)]);
+    let ended = with_planted("x12_last_event_decides", || pair.run(&draft));
+    assert_eq!(ended.terminal, Terminal::Done, "the planted fault");
 }
