@@ -96,7 +96,7 @@ fn obey(args: Vec<OsString>) -> anyhow::Result<Exit> {
         Command::CpuWorker(args) => cpu_worker::cpu_worker(&args),
         Command::GpuWorker(args) => gpu_worker::gpu_worker(&args),
         Command::Bench(args) => bench::run(&args).map(|()| Exit::Good),
-        Command::Compare(args) => compare::run(&args).map(|equal| if equal { Exit::Good } else { Exit::Wrong }),
+        Command::Compare(args) => compare::run(&args),
         Command::Clean(args) => clean::run(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Sim(args) => sim::run(&args).map(|sound| if sound { Exit::Good } else { Exit::Wrong }),

@@ -26,6 +26,7 @@ use kvsluice_layout::ids::BlockCount;
 use kvsluice_layout::planes::GeometryMap;
 use kvsluice_layout::presets::{Sizing, preset};
 
+use crate::exit::{Exit, usage};
 use channel::{Channel, sized};
 use forced::Forced;
 use kv::{LayerKv, Source};
@@ -96,26 +97,26 @@ pub(crate) struct CompareArgs {
     json: bool,
 }
 
-/// Compares, prints the report, and returns whether everything was equal.
+/// Compares and prints the report. Good where everything that is applicable was equal.
 ///
 /// # Errors
 /// What kept it from comparing: an unknown preset, sizes that do not fit, a dtype without a tolerance (R13).
-pub(crate) fn run(args: &CompareArgs) -> Result<bool> {
+pub(crate) fn run(args: &CompareArgs) -> Result<Exit> {
     let report = compare(args)?;
     report.print(args.json).context("cannot print the report")?;
-    Ok(report.passed)
+    Ok(if report.passed { Exit::Good } else { Exit::Wrong })
 }
 
 fn compare(args: &CompareArgs) -> Result<Report> {
     // R13: before anything is measured.
     for dtype in &args.dtype {
-        tolerance_of(args, *dtype)?;
+        tolerance_of(args, *dtype).map_err(usage)?;
     }
     let sizing = Sizing {
         ranks: args.ranks,
         ..Sizing::default()
     };
-    let geometry = sizing.apply(preset(&args.preset)?)?;
+    let geometry = sizing.apply(preset(&args.preset).map_err(usage)?).map_err(usage)?;
     let mut cases = Vec::new();
     for &dtype in &args.dtype {
         for agreement in [Agreement::PerGroup, Agreement::PerLayer] {
