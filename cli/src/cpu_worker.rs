@@ -5,7 +5,7 @@ use kvsluice_cpu_worker::process::{Event, OnRankLost, ProcessError, ProducerOpti
 use kvsluice_transport::names::ChannelName;
 
 use crate::exit::{Exit, lost};
-use crate::options::{ChannelArgs, GeometryArgs, SegmentArgs, VerifyArgs, WorkloadArgs, channel_name};
+use crate::options::{ChannelArgs, GeometryArgs, PatienceArgs, SegmentArgs, VerifyArgs, WorkloadArgs, channel_name};
 use crate::side::{Side, SideArgs};
 
 /// Options of `cpu-worker`.
@@ -31,9 +31,8 @@ pub(crate) struct CpuWorkerArgs {
     /// Let a new worker take the place of one that died, instead of ending
     #[arg(long, help_heading = "Channel")]
     wait_for_ranks: bool,
-    /// Kill a rank that holds the oldest record for so many milliseconds [default: never]
-    #[arg(long, value_name = "MS", help_heading = "Channel")]
-    expel_after_ms: Option<u64>,
+    #[command(flatten)]
+    patience: PatienceArgs,
     #[command(flatten)]
     side: SideArgs,
 }
@@ -47,7 +46,7 @@ pub(crate) fn cpu_worker(args: &CpuWorkerArgs) -> anyhow::Result<Exit> {
         ring_bytes: args.segments.ring_bytes,
         residence: args.segments.residence(),
         attach_patience_ms: args.side.attach_patience().as_millis() as u64,
-        expel_after_ms: args.expel_after_ms,
+        expel_after_ms: args.patience.expel_after_ms,
         on_rank_lost: if args.wait_for_ranks {
             OnRankLost::Wait
         } else {

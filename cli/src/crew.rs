@@ -61,7 +61,8 @@ impl Crew {
         })
     }
 
-    /// Starts this binary with `args`.
+    /// Starts this binary with `args`. From the main thread only: the kernel ties the child's life to the thread that
+    /// started it.
     pub(crate) fn start(&mut self, role: Role, args: &[OsString]) -> anyhow::Result<u32> {
         // The link names the running file even where a new build has replaced it under its name.
         let mut command = Command::new("/proc/self/exe");

@@ -196,6 +196,15 @@ impl WorkloadArgs {
     }
 }
 
+/// When a worker that lives but does nothing is given up.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Channel")]
+pub(crate) struct PatienceArgs {
+    /// Kill a worker that holds the oldest record for so many milliseconds [default: never]
+    #[arg(long, value_name = "MS")]
+    pub(crate) expel_after_ms: Option<u64>,
+}
+
 /// How the bytes are checked where they land.
 #[derive(Args, Debug)]
 pub(crate) struct VerifyArgs {

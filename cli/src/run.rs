@@ -6,7 +6,9 @@ use kvsluice_transport::names::{ChannelName, Role};
 
 use crate::clean;
 use crate::exit::Exit;
-use crate::options::{ChannelArgs, DeviceArgs, GeometryArgs, SegmentArgs, VerifyArgs, WorkloadArgs, channel_name};
+use crate::options::{
+    ChannelArgs, DeviceArgs, GeometryArgs, PatienceArgs, SegmentArgs, VerifyArgs, WorkloadArgs, channel_name,
+};
 use crate::report::{Pids, Report};
 use crate::supervisor::{Ending, Supervisor};
 
@@ -25,6 +27,8 @@ pub(crate) struct RunArgs {
     channel: Option<ChannelName>,
     #[command(flatten)]
     place: ChannelArgs,
+    #[command(flatten)]
+    patience: PatienceArgs,
     #[command(flatten)]
     geometry: GeometryArgs,
     #[command(flatten)]

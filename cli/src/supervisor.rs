@@ -25,8 +25,9 @@ use crate::report::Worked;
 
 /// How long the others may take to drain after a loss: the run must end within a second of it.
 const DRAIN_AFTER_LOSS: Duration = Duration::from_millis(600);
-/// How long the processes may take to drain when nothing is lost.
-const DRAIN: Duration = Duration::from_secs(10);
+/// How long the processes may take to drain when nothing is lost. Longer than the producer's own patience, which ends with
+/// the name of the rank that holds it up.
+const DRAIN: Duration = Duration::from_secs(15);
 
 /// How a run ended.
 #[derive(Debug)]

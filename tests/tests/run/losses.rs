@@ -81,6 +81,23 @@ fn the_second_ctrl_c_kills() {
 }
 
 #[test]
+fn x23_a_worker_that_hangs_is_expelled_and_named() {
+    let mut run = Program::run(&["--rounds=100000", "--expel-after-ms=300"], "");
+    run.until_it_says("verified role=rank-1");
+    let pid = run.pid("rank-1");
+    run.signal("rank-1", Signal::STOP);
+    let ended = run.end();
+    ended.left_nothing();
+    assert_eq!(ended.code, Some(3), "{}", ended.log);
+    assert!(ended.log.contains("a rank hangs and is killed"), "{}", ended.log);
+    assert!(
+        ended.log.contains(&format!("RankLost: rank 1, pid {pid}")),
+        "{}",
+        ended.log
+    );
+}
+
+#[test]
 fn x27_a_killed_run_takes_its_processes_with_it_and_clean_removes_its_files() {
     let folder = folder();
     let run = in_the_middle_in(&folder);
