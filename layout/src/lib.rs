@@ -6,6 +6,7 @@
 
 pub mod capability;
 pub mod charter;
+pub mod checksum;
 pub mod content;
 pub mod export;
 pub mod geometry;

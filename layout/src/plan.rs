@@ -6,6 +6,7 @@
 
 use zerocopy::{FromBytes, IntoBytes};
 
+use crate::checksum::checksum;
 use crate::ids::{
     DecoderLayer, DestinationBlock, GroupId, MapRevision, OperationId, PoolGeneration, Position, ProcessEpoch,
     RequestEpoch, SelectionRevision, SourceBlock,
@@ -13,7 +14,7 @@ use crate::ids::{
 use crate::lease::Rows;
 use crate::record::{
     ALL_LAYERS, FLAG_FINAL, FLAG_TAGS, HEADER_BYTES, KNOWN_MUST_UNDERSTAND, Kind, LINE_BYTES, MAX_REQUEST_BYTES, Pair,
-    RECORD_VERSION, RecordHeader, RetainMode, RowRecord, SourceKind, checksum, record_bytes,
+    RECORD_VERSION, RecordHeader, RetainMode, RowRecord, SourceKind, record_bytes,
 };
 use crate::refusal::Refusal;
 
@@ -324,7 +325,7 @@ pub fn encode_padding(epoch: ProcessEpoch, position: Position, length_bytes: u32
 /// Stores the checksum of a record whose other words are final.
 pub fn seal(record: &mut [u64]) {
     if let [commit, sum, behind @ ..] = record {
-        *sum = checksum(*commit, behind.as_bytes());
+        *sum = checksum(*commit, behind);
     }
 }
 
@@ -380,7 +381,7 @@ impl<'a> Plan<'a> {
                 expected,
             });
         };
-        let expected = checksum(*commit, behind.as_bytes());
+        let expected = checksum(*commit, behind);
         if *sum != expected {
             return Err(Refusal::Checksum { found: *sum, expected });
         }

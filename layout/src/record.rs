@@ -122,7 +122,7 @@ impl SourceKind {
 pub struct RecordHeader {
     /// Position + 1: the commit word (X10).
     pub commit: u64,
-    /// [`checksum`] of the record.
+    /// [`checksum`](crate::checksum::checksum) of the record.
     pub checksum: u64,
     /// Bytes of the record, a multiple of 64.
     pub length_bytes: u32,
@@ -249,12 +249,6 @@ pub struct TerminalSlot {
     pub device_ns: u64,
     /// Digest of the request's device state after the operation; equal on all ranks (I9).
     pub digest: u64,
-}
-
-/// Checksum of a record: XXH3-64 of all bytes behind the checksum word, folded with the commit word, so that a record
-/// that appears at another position is refused too.
-pub fn checksum(commit: u64, behind: &[u8]) -> u64 {
-    xxhash_rust::xxh3::xxh3_64(behind) ^ commit.rotate_left(32)
 }
 
 /// Bytes of a record with these counts, in whole lines. `None` on overflow of the length field.

@@ -804,21 +804,23 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
     }
 
     /// Every rank is terminal: the leases end, unless an Abort of the operation is still in flight (X15).
+    #[inline]
     fn complete(&mut self, at: usize) {
-        let op = &self.in_flight[at];
+        let op = &mut self.in_flight[at];
         if op.kind == Kind::Padding {
-            self.in_flight[at].released = true;
+            op.released = true;
             return;
         }
         let plan = Plan::parse_checked_before(Self::record(&self.ring, op)).ok();
         let (operation, target) = plan.map_or((Operation::default(), u64::MAX), |plan| {
             (plan.operation(), plan.header().target)
         });
+        let (kind, worst) = (op.kind, op.worst);
         self.completions.push_back(Completion {
             position: Position(op.position),
-            kind: op.kind,
+            kind,
             operation,
-            terminal: op.worst,
+            terminal: worst,
             rank: Rank(u32::from(op.worst_rank)),
             reason: op.reason,
             row: op.row,
@@ -827,20 +829,23 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
             digest: (op.digests == Digests::Equal).then_some(op.digest),
             recovered: op.recovered,
         });
-        match op.worst {
+        if (op.aborts == 0 || planted("x15_release_before_abort_ends")) && !op.released {
+            op.released = true;
+            if let Some(plan) = plan {
+                self.leases.release(&plan.lease_rows());
+            }
+        }
+        match worst {
             Terminal::Done => self.counts.done += 1,
             Terminal::Failed => self.counts.failed += 1,
             Terminal::Rejected => self.counts.rejected += 1,
             Terminal::Superseded => self.counts.superseded += 1,
             Terminal::RankLost => self.counts.rank_lost += 1,
         }
-        match op.kind {
+        match kind {
             Kind::Reset => self.refresh_open(),
             Kind::Abort => self.abort_ended(target),
             _ => {}
-        }
-        if self.in_flight[at].aborts == 0 || planted("x15_release_before_abort_ends") {
-            self.release(at);
         }
     }
 
@@ -858,7 +863,6 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         }
     }
 
-    #[inline]
     fn release(&mut self, at: usize) {
         let op = &mut self.in_flight[at];
         if op.released {

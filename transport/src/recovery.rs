@@ -4,15 +4,15 @@
 //! lies behind it was never published. Every lease of a record read is held until all ranks are terminal for it, and
 //! nothing that the journal holds is published again.
 
+use kvsluice_layout::checksum::checksum;
 use kvsluice_layout::ids::{Incarnation, PoolGeneration, Position, ProcessEpoch, Rank};
 use kvsluice_layout::lease::LeaseTable;
 use kvsluice_layout::plan::Plan;
 use kvsluice_layout::planted::planted;
-use kvsluice_layout::record::{HEADER_BYTES, Kind, LINE_BYTES, LINE_WORDS, checksum};
+use kvsluice_layout::record::{HEADER_BYTES, Kind, LINE_BYTES, LINE_WORDS};
 use kvsluice_layout::refusal::Refusal;
 use kvsluice_layout::region::{GENERATION_AT, INCARNATION_AT, PRODUCER_EPOCH_AT, RECLAIM_AT, RegionMap};
 use thiserror::Error;
-use zerocopy::IntoBytes;
 
 use crate::members::{Member, read_member, write_member};
 use crate::producer::Producer;
@@ -107,7 +107,7 @@ pub fn scan<M: Shared>(
         let [commit, sum, behind @ ..] = &copy[..copied] else {
             break;
         };
-        if *sum != checksum(*commit, behind.as_bytes()) {
+        if *sum != checksum(*commit, behind) {
             return Err(record("checksum", *sum));
         }
         visit(Journaled { position, bytes, kind }, &copy[..copied])?;

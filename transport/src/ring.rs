@@ -6,8 +6,8 @@
 //!
 //! The order of stores that keeps this true at any instruction (X10):
 //! 1. `reclaim`, before any byte below it is overwritten;
-//! 2. the bodies of a batch, and the commit words of all its records but the first;
-//! 3. 0 at the batch's end, the new tail;
+//! 2. the bodies of a batch but for its first line, and the commit words of all its records but the first;
+//! 3. 0 at the batch's end, the new tail; then the rest of the first line;
 //! 4. the commit word of the first record, with release.
 //!
 //! Both ends keep a private mirror of the ring. The reader's mirror is the copy that it validates and uses (X2); the

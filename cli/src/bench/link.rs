@@ -31,10 +31,18 @@ use super::{Setup, machine};
 pub(super) const ORDER_AT: usize = 4096;
 /// Pool: the word that a bare ping stores.
 pub(super) const PING_AT: usize = 4096 + 512;
+/// Pool: when the waker began, in nanoseconds of the monotonic clock, which is one for both processes.
+pub(super) const STAMP_AT: usize = 4096 + 1024;
+/// Pool: the 32-bit counter that the bare sleeper sleeps on.
+pub(super) const COUNTER_AT: usize = 4096 + 1536;
 /// Pool: the ring of the bare stream, as large as the plan ring.
 pub(super) const STREAM_AT: usize = 8192;
 /// Write-back area: number of the order that is done, how often the peer lost its core and allocated meanwhile.
 pub(super) const DONE_AT: usize = 0;
+/// Write-back area: how often the peer was woken, and how long the last time took in nanoseconds.
+pub(super) const WOKEN_AT: usize = 256;
+/// Write-back area: 1 while the bare sleeper sleeps, or is about to.
+pub(super) const ASLEEP_AT: usize = 1792;
 /// Write-back area: the word that answers a bare ping.
 pub(super) const PONG_AT: usize = 512;
 /// Write-back area: records of the bare stream that were taken.
@@ -66,12 +74,19 @@ pub(super) enum Order {
     Mark = 6,
     /// Exit.
     Quit = 7,
+    /// Sleep until a plan comes, say how long the wake took, and answer it.
+    Doze = 8,
+    /// Sleep on a bare futex and say how long the wake took.
+    DozeBare = 9,
+    /// Wait for plans that do not come, for `count` milliseconds, and say how many microseconds of processor time
+    /// that took.
+    Idle = 10,
 }
 
 impl Order {
     pub(super) fn from_code(code: u64) -> Option<Self> {
-        use Order::{Answer, Mark, Pong, Quit, Take, TakeEach, Validate};
-        [Answer, Validate, Pong, Take, TakeEach, Mark, Quit]
+        use Order::{Answer, Doze, DozeBare, Idle, Mark, Pong, Quit, Take, TakeEach, Validate};
+        [Answer, Validate, Pong, Take, TakeEach, Mark, Quit, Doze, DozeBare, Idle]
             .into_iter()
             .find(|order| *order as u64 == code)
     }

@@ -1,4 +1,4 @@
-//! `kvsluice bench`: what the transport costs, beside what the machine itself costs (P1, P2, P3, P8).
+//! `kvsluice bench`: what the transport costs, beside what the machine itself costs (P1, P2, P3, P6, P8, P9).
 //!
 //! Every figure is a ratio of two measurements of one run: the product, and a bare baseline between the same two
 //! pinned processes, in short rounds that alternate. How each is measured is said at the top of its module; what came
@@ -12,10 +12,12 @@ mod latency;
 mod link;
 mod machine;
 mod peer;
+mod planner;
 mod plans;
 mod report;
 mod rounds;
 mod throughput;
+mod wake;
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
@@ -37,6 +39,10 @@ enum What {
     Throughput(Options),
     /// Heap allocations and system calls per plan (P8)
     Hotpath(Options),
+    /// Latency of waking a sleeping worker against a bare futex, and the cost of an idle one (P6)
+    Wake(Options),
+    /// Time of one plan on one core (P9)
+    Planner(Options),
     /// All of them
     All(Options),
     /// The other process of a measurement
@@ -101,10 +107,12 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     let (options, parts): (&Options, &[Part]) = match &args.what {
         What::Peer(args) => return peer::run(args),
         What::Busy(options) => return hotpath::busy(&options.check()?),
+        What::Wake(options) => (options, &[wake::run]),
+        What::Planner(options) => (options, &[planner::run]),
         What::Latency(options) => (options, &[latency::run]),
         What::Throughput(options) => (options, &[throughput::run, large::run]),
         What::Hotpath(options) => (options, &[hotpath::run]),
-        What::All(options) => (options, &[latency::run, throughput::run, large::run, hotpath::run]),
+        What::All(options) => (options, ALL),
     };
     let setup = options.check()?;
     let mut report = Report::new(machine::Machine::read(setup.cores)?);
@@ -113,5 +121,14 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     }
     report.print(options.json).context("cannot print the report")
 }
+
+const ALL: &[Part] = &[
+    latency::run,
+    throughput::run,
+    large::run,
+    wake::run,
+    hotpath::run,
+    planner::run,
+];
 
 type Part = fn(&Setup) -> Result<Vec<report::Figure>>;

@@ -5,20 +5,23 @@ use clap::Args;
 use kvsluice_layout::ids::{Position, Rank};
 use kvsluice_layout::lease::LeaseTable;
 use kvsluice_layout::record::Kind;
+use kvsluice_layout::region::{PRODUCER_WAKE_AT, WORKER_SLEEPING_AT};
 use kvsluice_layout::segment::SegmentKind;
+use kvsluice_transport::clock::Monotonic;
 use kvsluice_transport::peers::Peers;
 use kvsluice_transport::port::{Incoming, Outcome, Port, Ticket};
 use kvsluice_transport::ring::RingShape;
 use kvsluice_transport::segment::{Mapping, MappingMut, open_reader, open_writer};
 use kvsluice_transport::shared::{Shared, SharedMut};
+use kvsluice_transport::wait::{Futexes, Idle, Waiter};
 use rustix::process::{Signal, set_parent_process_death_signal};
 
 use super::bare;
 use super::link::wanted;
 use super::link::{
-    DONE_AT, ORDER_AT, Order, PRODUCER, VALIDATED_AT, WORKER, core_losses, geometry, inherited, region, up_at,
+    DONE_AT, ORDER_AT, Order, PRODUCER, VALIDATED_AT, WOKEN_AT, WORKER, core_losses, geometry, inherited, region, up_at,
 };
-use super::{allocations, hotpath, machine};
+use super::{allocations, hotpath, machine, wake};
 
 /// What the peer process is started with.
 #[derive(Args)]
@@ -123,10 +126,50 @@ impl Worker {
                 self.taker
                     .take(&self.down, self.port.rank(), self.up_at, count, bytes, batch);
             }
+            Order::Doze => self.doze(count)?,
+            Order::DozeBare => wake::doze_bare(&self.down, self.port.rank(), self.up_at, count),
+            Order::Idle => self.idle(count),
             Order::Mark => hotpath::mark(),
             Order::Quit => {}
         }
         Ok(())
+    }
+
+    /// Sleeps until each of `count` plans comes.
+    fn doze(&mut self, count: u64) -> Result<()> {
+        let mut waiter = Waiter::new(Futexes, Idle::default());
+        let (rank, control) = (self.port.rank().clone(), self.port.control().clone());
+        let on = [(control, PRODUCER_WAKE_AT)];
+        for _ in 0..count {
+            let port = &mut self.port;
+            waiter.wait(&rank, WORKER_SLEEPING_AT, &on, &Monotonic::default(), u64::MAX, || {
+                port.has_next().then_some(())
+            });
+            wake::say(&self.down, &rank, self.up_at);
+            let ticket = self.receive()?;
+            self.finish(ticket);
+        }
+        Ok(())
+    }
+
+    /// Waits in vain for `wait_ms`.
+    fn idle(&mut self, wait_ms: u64) {
+        let mut waiter = Waiter::new(Futexes, Idle::default());
+        let (rank, on) = (
+            self.port.rank().clone(),
+            [(self.port.control().clone(), PRODUCER_WAKE_AT)],
+        );
+        let port = &mut self.port;
+        let before_us = wake::processor_us();
+        waiter.wait(
+            &rank,
+            WORKER_SLEEPING_AT,
+            &on,
+            &Monotonic::default(),
+            wait_ms * 1_000_000,
+            || port.has_next().then_some(()),
+        );
+        rank.store(self.up_at + WOKEN_AT + 8, wake::processor_us() - before_us);
     }
 
     fn receive(&mut self) -> Result<Ticket> {
