@@ -150,7 +150,7 @@ fn x5_every_field_of_a_record_lies_where_the_protocol_says() {
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
     let half = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
     assert_eq!(word(0), AT.0 + 1, "the commit word comes first (X10)");
-    assert_eq!(word(8), checksum(AT.0 + 1, &bytes[16..]));
+    assert_eq!(word(8), checksum(AT.0 + 1, &record[2..]));
     assert_eq!(
         (half(16) as usize, half(20)),
         (bytes.len(), 0x0100_0002),
