@@ -554,6 +554,7 @@ impl Process {
             }
             let step = step?;
             if step != Step::Running && self.worker.open_operations() == 0 && stop.load(Ordering::Relaxed) {
+                self.notice_death(tell); // a supervisor's stop may overtake the watcher
                 return Ok(());
             }
             let now_ns = self.clock.now_ns();
@@ -592,15 +593,21 @@ impl Process {
             });
     }
 
+    /// Says once that the producer has ended, if the kernel says so.
+    fn notice_death(&mut self, tell: &mut dyn FnMut(Event)) {
+        let proof = self.producer.proof();
+        if !self.lost && proof.is_dead() {
+            self.lost = true; // X25: it changes nothing for what is committed
+            let (rank, pid) = (self.door.surviving.rank.0, proof.holder().shown_pid().unwrap_or(0));
+            tell(Event::ProducerLost { rank, pid });
+        }
+    }
+
     /// Answers the door, and notices the producer's death.
     fn look_around(&mut self, now_ns: u64, tell: &mut dyn FnMut(Event)) -> Result<(), ProcessError> {
         let rank = self.door.surviving.rank.0;
-        if !self.lost && self.producer.life() == Life::Dead {
-            self.lost = true; // X25: it changes nothing for what is committed
-            tell(Event::ProducerLost {
-                rank,
-                pid: self.producer.proof().holder().shown_pid().unwrap_or(0),
-            });
+        if self.producer.life() == Life::Dead {
+            self.notice_death(tell);
         }
         self.knocked |= self.knocks.knocked();
         // A caller's deadlines pass without a knock: while the producer is gone the door is looked at every time.
