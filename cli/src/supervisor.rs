@@ -4,7 +4,7 @@
 //! summary; then the workers are asked for theirs. Whatever ends out of this order ends the run: the rest is asked to
 //! drain, and killed if it does not.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fmt;
 use std::os::unix::process::ExitStatusExt;
@@ -54,6 +54,8 @@ pub(crate) struct Supervisor<'a> {
     worked: BTreeMap<Role, Worked>,
     pids: BTreeMap<Role, u32>,
     lost: Option<Exit>,
+    /// Workers that have noticed the producer's death.
+    bereaved: BTreeSet<Role>,
     interrupts: u32,
     /// What still lives then is killed.
     deadline: Option<Instant>,
@@ -77,6 +79,7 @@ impl<'a> Supervisor<'a> {
             worked: BTreeMap::new(),
             pids: BTreeMap::new(),
             lost: None,
+            bereaved: BTreeSet::new(),
             interrupts: 0,
             deadline: None,
             killed: false,
@@ -144,7 +147,8 @@ impl<'a> Supervisor<'a> {
             ProducerEvent::Attached { .. } | ProducerEvent::Recovered { .. } => {}
             ProducerEvent::Summary(summary) => {
                 self.produced = Some(*summary);
-                self.drain(DRAIN);
+                self.crew.ask_all_to_end();
+                self.deadline.get_or_insert_with(|| Instant::now() + DRAIN);
             }
         }
         Ok(())
@@ -160,6 +164,8 @@ impl<'a> Supervisor<'a> {
             // After its summary the producer ends as it should, which a worker cannot tell from a death.
             WorkerEvent::ProducerLost { pid, .. } if self.produced.is_none() => {
                 self.progress.say(&format!("{role} says: ProducerLost: pid {pid}"));
+                self.bereaved.insert(role);
+                self.dismiss_bereaved();
             }
             WorkerEvent::ProducerLost { .. } | WorkerEvent::Adopted { .. } => {}
             WorkerEvent::Summary {
@@ -201,8 +207,20 @@ impl<'a> Supervisor<'a> {
         if self.lost != Some(Exit::Lost) {
             self.lost = Some(loss.exit());
         }
-        self.drain(DRAIN_AFTER_LOSS);
+        let limit = Instant::now() + DRAIN_AFTER_LOSS;
+        self.deadline = Some(self.deadline.map_or(limit, |earlier| earlier.min(limit)));
+        match role {
+            Role::Producer => self.dismiss_bereaved(),
+            Role::Rank(_) => self.crew.ask_all_to_end(),
+        }
         Ok(())
+    }
+
+    /// After the producer's death each worker may say that it knows, before it is asked to end.
+    fn dismiss_bereaved(&self) {
+        if self.lost.is_some() {
+            self.bereaved.iter().for_each(|role| self.crew.ask_to_end(*role));
+        }
     }
 
     fn interrupted(&mut self) {
@@ -215,11 +233,6 @@ impl<'a> Supervisor<'a> {
         // The workers are asked once the producer has drained: it needs their answers.
         self.crew.ask_to_end(Role::Producer);
         self.deadline = Some(Instant::now() + DRAIN);
-    }
-
-    fn drain(&mut self, limit: Duration) {
-        self.crew.ask_all_to_end();
-        self.deadline.get_or_insert_with(|| Instant::now() + limit);
     }
 
     fn too_late(&mut self) {
