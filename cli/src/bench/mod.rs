@@ -13,6 +13,7 @@ mod link;
 mod machine;
 mod peer;
 mod plans;
+mod recovery;
 mod report;
 mod rounds;
 mod throughput;
@@ -37,6 +38,8 @@ enum What {
     Throughput(Options),
     /// Heap allocations and system calls per plan (P8)
     Hotpath(Options),
+    /// From the attach of a side that was killed and started again to the next transfer that is Done (P7)
+    Recovery(Options),
     /// All of them
     All(Options),
     /// The other process of a measurement
@@ -104,7 +107,11 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         What::Latency(options) => (options, &[latency::run]),
         What::Throughput(options) => (options, &[throughput::run, large::run]),
         What::Hotpath(options) => (options, &[hotpath::run]),
-        What::All(options) => (options, &[latency::run, throughput::run, large::run, hotpath::run]),
+        What::Recovery(options) => (options, &[recovery::run]),
+        What::All(options) => (
+            options,
+            &[latency::run, throughput::run, large::run, hotpath::run, recovery::run],
+        ),
     };
     let setup = options.check()?;
     let mut report = Report::new(machine::Machine::read(setup.cores)?);
