@@ -76,11 +76,12 @@ fn tell(event: &Event) -> Option<String> {
             ranks,
             in_flight,
             warm_blocks,
+            ..
         } => Some(format!(
             "took the channel over as incarnation {incarnation}: workers {ranks:?} live, {in_flight} records in flight, \
              {warm_blocks} blocks warm"
         )),
-        Event::Progress { .. } => None,
+        Event::Progress { .. } | Event::Resumed { .. } => None,
         Event::RankLost { rank, pid } => Some(format!("RankLost: rank {rank}, pid {pid}")),
         Event::Summary(summary) => Some(format!(
             "{} requests, {} plans, {} rows, {} ids, {} blocks leaked",

@@ -61,14 +61,15 @@ impl Crew {
         })
     }
 
-    /// Starts this binary with `args`. From the main thread only: the kernel ties the child's life to the thread that
-    /// started it.
-    pub(crate) fn start(&mut self, role: Role, args: &[OsString]) -> anyhow::Result<u32> {
+    /// Starts this binary with `args`, and with `variables` in its environment. From the main thread only: the kernel
+    /// ties the child's life to the thread that started it.
+    pub(crate) fn start(&mut self, role: Role, args: &[OsString], variables: &[(&str, String)]) -> anyhow::Result<u32> {
         // The link names the running file even where a new build has replaced it under its name.
         let mut command = Command::new("/proc/self/exe");
         command.arg0("kvsluice").args(args);
         command.arg(format!("--parent={}", std::process::id()));
         command.stdin(Stdio::null()).stdout(Stdio::piped());
+        command.envs(variables.iter().map(|(name, value)| (name, value)));
         let mut child = command.spawn().with_context(|| format!("cannot start {role}"))?;
         let pid = child.id();
         if let Some(out) = child.stdout.take() {
@@ -91,14 +92,15 @@ impl Crew {
 
     /// Asks a process to drain and end.
     pub(crate) fn ask_to_end(&self, role: Role) {
-        if let Some(pid) = self
-            .members
-            .get(&role)
-            .and_then(|child| Pid::from_raw(child.id() as i32))
-        {
-            // An error can only mean that it has ended: it is our child and not yet waited for, so the pid is its own.
-            let _ = kill_process(pid, Signal::TERM);
-        }
+        self.signal(role, Signal::TERM);
+    }
+
+    /// Sends a signal to a process; its pid, or `None` for one that is not of the crew.
+    pub(crate) fn signal(&self, role: Role, signal: Signal) -> Option<u32> {
+        let child = self.members.get(&role)?;
+        // An error can only mean that it has ended: it is our child and not yet waited for, so the pid is its own.
+        let _ = kill_process(Pid::from_raw(child.id() as i32)?, signal);
+        Some(child.id())
     }
 
     /// Asks every process to drain and end.

@@ -74,16 +74,19 @@ fn tell(event: &Event) -> Option<String> {
         Event::Ready { pid, rank, device } => {
             Some(format!("rank {rank} (pid {pid}) is attached, its device is {device}"))
         }
-        Event::Progress { rank, verified_bytes } => {
+        Event::Progress {
+            rank, verified_bytes, ..
+        } => {
             tracing::debug!("verified role={rank} bytes={verified_bytes}");
             None
         }
-        Event::ProducerLost { rank, pid } => Some(format!(
+        Event::ProducerLost { rank, pid, .. } => Some(format!(
             "ProducerLost: pid {pid} died; rank {rank} goes on with what was published and waits for a new producer"
         )),
         Event::Adopted { rank, incarnation } => Some(format!(
             "rank {rank} works for a new producer, incarnation {incarnation}"
         )),
+        Event::Drained { rank, reason } => Some(format!("rank {rank} gives its device up and attaches anew: {reason}")),
         Event::Summary {
             rank,
             operations,

@@ -4,6 +4,7 @@
 //! compiled in.
 
 mod bench;
+mod chaos;
 mod clean;
 mod compare;
 mod config;
@@ -52,6 +53,8 @@ enum Command {
     CpuWorker(Box<cpu_worker::CpuWorkerArgs>),
     /// Serve one rank of a channel: copy what the plans say onto the device
     GpuWorker(gpu_worker::GpuWorkerArgs),
+    /// Kill the processes of a running pair again and again, and see that nothing is lost
+    Chaos(Box<chaos::ChaosArgs>),
     /// Measure the transport on this machine
     Bench(bench::BenchArgs),
     /// Bring and keep one selection in every way, and compare what attention finds
@@ -95,6 +98,7 @@ fn obey(args: Vec<OsString>) -> anyhow::Result<Exit> {
         Command::Run(args) => run::run(&args, options),
         Command::CpuWorker(args) => cpu_worker::cpu_worker(&args),
         Command::GpuWorker(args) => gpu_worker::gpu_worker(&args),
+        Command::Chaos(args) => chaos::chaos(&args, options),
         Command::Bench(args) => bench::run(&args).map(|()| Exit::Good),
         Command::Compare(args) => compare::run(&args),
         Command::Clean(args) => clean::run(&args),

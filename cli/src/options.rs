@@ -120,10 +120,10 @@ pub(crate) struct WorkloadArgs {
     pub(crate) trace: Option<PathBuf>,
     /// Most requests to play [default: the whole trace]
     #[arg(long, value_name = "N")]
-    requests: Option<u64>,
+    pub(crate) requests: Option<u64>,
     /// Seed of scores and of everything that happens at a rate
     #[arg(long, value_name = "N", default_value_t = 1)]
-    seed: u64,
+    pub(crate) seed: u64,
     /// Most requests at a time
     #[arg(long, value_name = "N", default_value_t = 16)]
     concurrency: u32,

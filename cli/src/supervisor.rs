@@ -121,7 +121,7 @@ impl<'a> Supervisor<'a> {
         args.push("--events=json".into());
         args.extend(rank.map(|rank| OsString::from(format!("--rank={rank}"))));
         args.extend(forward(self.matches, command));
-        let pid = self.crew.start(role, &args)?;
+        let pid = self.crew.start(role, &args, &[])?;
         tracing::debug!("started role={role} pid={pid}");
         self.pids.insert(role, pid);
         Ok(())
@@ -144,7 +144,7 @@ impl<'a> Supervisor<'a> {
                     "producer says: rank {rank} (pid {pid}) does not fit: {reason}"
                 ));
             }
-            ProducerEvent::Attached { .. } | ProducerEvent::Recovered { .. } => {}
+            ProducerEvent::Attached { .. } | ProducerEvent::Recovered { .. } | ProducerEvent::Resumed { .. } => {}
             ProducerEvent::Summary(summary) => {
                 self.produced = Some(*summary);
                 self.crew.ask_all_to_end();
@@ -167,7 +167,7 @@ impl<'a> Supervisor<'a> {
                 self.bereaved.insert(role);
                 self.dismiss_bereaved();
             }
-            WorkerEvent::ProducerLost { .. } | WorkerEvent::Adopted { .. } => {}
+            WorkerEvent::ProducerLost { .. } | WorkerEvent::Adopted { .. } | WorkerEvent::Drained { .. } => {}
             WorkerEvent::Summary {
                 bytes_h2d,
                 verified_bytes,

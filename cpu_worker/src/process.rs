@@ -21,10 +21,10 @@ use kvsluice_layout::planes::GeometryMap;
 use kvsluice_layout::region::{
     PRODUCER_SLEEPING_AT, PRODUCER_WAKE_AT, RegionError, RegionMap, WORKER_SLEEPING_AT, WORKER_WAKE_AT, layout_hash,
 };
-use kvsluice_transport::attach::{Arrival, Limits, Reception, TakeoverError};
+use kvsluice_transport::attach::{Admission, Admitted, Arrival, Hello, Limits, Mismatch, Reception, TakeoverError};
 use kvsluice_transport::clean::clean;
 use kvsluice_transport::clock::{Clock, Monotonic};
-use kvsluice_transport::link::{Link, LinkError, Listener};
+use kvsluice_transport::link::{Link, LinkError, Listener, Peer};
 use kvsluice_transport::liveness::{ExpelError, Life, Proof};
 use kvsluice_transport::lock::{LockError, RoleLock};
 use kvsluice_transport::names::{ChannelName, ChannelNameError, Role};
@@ -231,6 +231,8 @@ struct Process<'a> {
     /// What is oldest in flight, and since when (X23).
     oldest: Option<(Position, u64)>,
     was_complete: bool,
+    /// When the last worker took its seat and how many transfers were Done then, until the next one is.
+    resuming: Option<(u64, u64)>,
 }
 
 impl<'a> Process<'a> {
@@ -275,7 +277,7 @@ impl<'a> Process<'a> {
             recovered,
         } = opened;
         let incarnation = producer.incarnation();
-        let in_flight = producer.in_flight() as u64;
+        let (in_flight, tail) = (producer.in_flight() as u64, producer.tail().get());
         let mut rounds = Rounds::new(producer, store, map, trace, options.workload, clock.clone())?;
         if log.is_some() {
             rounds.keep_log();
@@ -306,12 +308,16 @@ impl<'a> Process<'a> {
             trace: trace_name,
             oldest: None,
             was_complete: false,
+            resuming: None,
         };
         let mut ranks = Vec::new();
         for survivor in survivors {
-            // X25: from here on the worker accepts this producer's records.
-            survivor.survived.adopt(incarnation, epoch)?;
             let (rank, pid) = (survivor.survived.surviving.rank, survivor.survived.surviving.pid);
+            // X25: from here on the worker accepts this producer's records. One that died since it answered is seated
+            // all the same: its proof says so in a moment, and what it owes is lost then, not before (X23).
+            if let Err(error) = survivor.survived.adopt(incarnation, epoch) {
+                tracing::warn!(%rank, pid, %error, "a worker is gone again");
+            }
             let (link, proof) = survivor.survived.into_link();
             ranks.push(rank.get());
             process.seat(rank, pid, survivor.segment, link, proof)?;
@@ -329,6 +335,7 @@ impl<'a> Process<'a> {
                 ranks,
                 in_flight,
                 warm_blocks,
+                tail,
             });
         }
         Ok(process)
@@ -336,6 +343,7 @@ impl<'a> Process<'a> {
 
     fn seat(&mut self, rank: Rank, pid: u32, segment: Mapping, link: Link, proof: Proof) -> Result<(), ProcessError> {
         let watch = self.watcher.peer(proof, &link).map_err(system("watch a worker"))?;
+        self.resuming = Some((self.clock.now_ns(), self.rounds.tally().publish_to_done_ns.len()));
         if let Some(seat) = self.seats.get_mut(rank.index()) {
             *seat = Some(Seat {
                 watch,
@@ -362,6 +370,11 @@ impl<'a> Process<'a> {
             }
             self.write_log()?;
             let now_ns = self.clock.now_ns();
+            let done = self.rounds.tally().publish_to_done_ns.len();
+            if let Some((since_ns, _)) = self.resuming.take_if(|(_, before)| done > *before) {
+                let after_us = now_ns.saturating_sub(since_ns) / 1000;
+                tell(Event::Resumed { after_us });
+            }
             if stop.load(Ordering::Relaxed) && stopping_since_ns.is_none() {
                 stopping_since_ns = Some(now_ns);
                 self.rounds.stop();
@@ -469,10 +482,21 @@ impl<'a> Process<'a> {
             return Ok(());
         };
         let dead = seat.take_if(|seat| seat.watch.life() == Life::Dead);
-        let Some(Seat { pid, .. }) = dead else { return Ok(()) };
-        // X24: after the proof, what the rank still owes is lost, and its segment is never used again.
+        match dead {
+            Some(Seat { pid, .. }) => self.lost_rank(rank, pid, tell),
+            None => Ok(()),
+        }
+    }
+
+    /// X24: after the proof, what the rank still owes is lost, and its segment is never used again.
+    fn lost_rank(&mut self, rank: Rank, pid: u32, tell: &mut dyn FnMut(Event)) -> Result<(), ProcessError> {
+        self.host.vacate(rank, None);
+        self.lose(rank, pid, tell)
+    }
+
+    /// The same, where the rank's place is given to another worker already.
+    fn lose(&mut self, rank: Rank, pid: u32, tell: &mut dyn FnMut(Event)) -> Result<(), ProcessError> {
         self.rounds.producer_mut().lose(rank);
-        self.host.vacate(rank);
         tell(Event::RankLost { rank: rank.get(), pid });
         match self.options.on_rank_lost {
             OnRankLost::Fail => Err(ProcessError::RankLost { rank, pid }),
@@ -485,7 +509,16 @@ impl<'a> Process<'a> {
             self.rounds.producer().incarnation(),
             self.rounds.producer().generation(),
         );
-        for arrival in self.reception.poll(now_ns, &mut self.host)? {
+        let mut doorkeeper = Doorkeeper {
+            host: &mut self.host,
+            seats: &mut self.seats,
+            replaced: Vec::new(),
+        };
+        let arrivals = self.reception.poll(now_ns, &mut doorkeeper)?;
+        for (rank, pid) in doorkeeper.replaced {
+            self.lose(rank, pid, tell)?;
+        }
+        for arrival in arrivals {
             match arrival {
                 Arrival::Attached(newcomer) => {
                     let rank = newcomer.hello.rank;
@@ -506,7 +539,7 @@ impl<'a> Process<'a> {
                 } => {
                     tracing::warn!(rank = %hello.rank, pid = hello.pid, %mismatch, "a worker does not fit");
                     if was_admitted {
-                        self.host.vacate(hello.rank);
+                        self.host.vacate(hello.rank, Some(hello.worker_epoch));
                     }
                     tell(Event::Refused {
                         rank: hello.rank.get(),
@@ -516,7 +549,7 @@ impl<'a> Process<'a> {
                 }
                 Arrival::Left { hello, why } => {
                     tracing::warn!(rank = %hello.rank, pid = hello.pid, %why, "a worker left while it attached");
-                    self.host.vacate(hello.rank);
+                    self.host.vacate(hello.rank, Some(hello.worker_epoch));
                 }
             }
         }
@@ -582,6 +615,25 @@ impl<'a> Process<'a> {
         } = self;
         drop((rounds, knocks, reception));
         host.discard();
+    }
+}
+
+/// Who opens the door: a rank whose worker is proven dead is free, whoever notices it first (X23).
+struct Doorkeeper<'a> {
+    host: &'a mut Host,
+    seats: &'a mut [Option<Seat>],
+    /// Ranks that were found free so, and the processes that had them.
+    replaced: Vec<(Rank, u32)>,
+}
+
+impl Admission for Doorkeeper<'_> {
+    fn admit(&mut self, hello: &Hello, peer: &Peer) -> Result<Admitted, Mismatch> {
+        let seat = self.seats.get_mut(hello.rank.index());
+        if let Some(dead) = seat.and_then(|seat| seat.take_if(|seat| seat.watch.proof().is_dead())) {
+            self.replaced.push((hello.rank, dead.pid));
+            self.host.vacate(hello.rank, None);
+        }
+        self.host.admit(hello, peer)
     }
 }
 

@@ -97,6 +97,10 @@ pub enum Event {
         rank: u32,
         /// Bytes compared so far.
         verified_bytes: u64,
+        /// Bytes among them that were something else.
+        mismatched_bytes: u64,
+        /// Records that were read a second time (X12): 0.
+        repeated: u64,
     },
     /// The producer is proven dead. What it published is executed; a new producer may take over.
     ProducerLost {
@@ -104,6 +108,8 @@ pub enum Event {
         rank: u32,
         /// The producer's process, 0 where it cannot be told.
         pid: u32,
+        /// Position behind the last record that this rank has read: what a new producer must know of.
+        consumed: u64,
     },
     /// A new producer has taken the channel over.
     Adopted {
@@ -111,6 +117,13 @@ pub enum Event {
         rank: u32,
         /// The new incarnation.
         incarnation: u64,
+    },
+    /// A new producer starts cold: this worker's device is given up, and it attaches anew.
+    Drained {
+        /// Its rank.
+        rank: u32,
+        /// Why, in the producer's words.
+        reason: String,
     },
     /// The last event.
     Summary {
@@ -130,6 +143,8 @@ pub enum Event {
         verified_bytes: u64,
         /// Bytes that were something else.
         mismatched_bytes: u64,
+        /// Records that were read a second time (X12): 0.
+        repeated: u64,
     },
 }
 
@@ -180,12 +195,22 @@ pub enum ProcessError {
     /// Stopped before it was attached.
     #[error("stopped before a producer took this worker in")]
     Stopped,
+    /// The producer died while this worker attached.
+    #[error("the producer died while this worker attached to it; start a producer")]
+    ProducerGone,
     /// A new producer goes on without this worker's device.
     #[error("a new producer starts cold: {reason}; start this worker again")]
     Drained {
         /// Why.
         reason: String,
     },
+}
+
+impl ProcessError {
+    /// True where the producer went away before this worker was its own: the next one can be attached to.
+    fn is_producer_gone(&self) -> bool {
+        matches!(self, Self::ProducerGone | Self::Attach(AttachError::Link { .. }))
+    }
 }
 
 /// A random process epoch, never 0 (X22).
@@ -213,14 +238,53 @@ pub fn run_worker(
     stop: &AtomicBool,
     tell: &mut dyn FnMut(Event),
 ) -> Result<WorkerCounts, ProcessError> {
+    let clock = Monotonic::default();
+    let patience_ns = options.attach_patience.as_nanos() as u64;
+    let mut until_ns = clock.now_ns().saturating_add(patience_ns);
+    let mut counts = WorkerCounts::default();
+    let ended = loop {
+        match serve(options, stop, (clock, until_ns), &mut counts, tell) {
+            Err(ProcessError::Drained { reason }) if !stop.load(Ordering::Relaxed) => {
+                // X25: what was accepted goes with its device; the worker attaches anew, under a new epoch.
+                let rank = options.rank.0;
+                tell(Event::Drained { rank, reason });
+                until_ns = clock.now_ns().saturating_add(patience_ns);
+            }
+            Err(gone) if gone.is_producer_gone() && clock.now_ns() < until_ns && !stop.load(Ordering::Relaxed) => {
+                tracing::debug!(rank = options.rank.0, error = %gone, "the next producer is waited for");
+            }
+            ended => break ended,
+        }
+    };
+    tell(Event::Summary {
+        rank: options.rank.0,
+        operations: counts.done + counts.failed + counts.rejected + counts.superseded,
+        bytes_h2d: counts.bytes_h2d,
+        bytes_d2h: counts.bytes_d2h,
+        bytes_d2d: counts.bytes_d2d,
+        fragments: counts.fragments,
+        verified_bytes: counts.verified_bytes,
+        mismatched_bytes: counts.mismatched_bytes,
+        repeated: counts.repeated,
+    });
+    ended.map(|()| counts)
+}
+
+/// Attaches once and works until `stop` is set, or until this attachment is over. Adds what was done to `total`.
+fn serve(
+    options: &WorkerOptions,
+    stop: &AtomicBool,
+    (clock, until_ns): (Monotonic, u64),
+    total: &mut WorkerCounts,
+    tell: &mut dyn FnMut(Event),
+) -> Result<(), ProcessError> {
     let map = GeometryMap::new(&options.geometry)?;
     let epoch = random_epoch()?;
     let dir = RuntimeDir::open(&RuntimeDir::choose(options.runtime_dir.as_deref()), &Peers::default())?;
     let dir = dir.channel(&ChannelName::new(&options.channel)?)?;
     let lock = RoleLock::acquire(&dir, Role::Rank(options.rank), epoch, Duration::from_millis(200))?;
-    let survivor = Survivor::new(Listener::bind(&lock)?, layout_hash(), Limits::default())?;
-    let clock = Monotonic::default();
-    let offer = join(options, &lock, epoch, stop, &clock)?;
+    let mut survivor = Survivor::new(Listener::bind(&lock)?, layout_hash(), Limits::default())?;
+    let offer = join(options, &lock, epoch, &mut survivor, stop, (&clock, until_ns))?;
     let (offer, segments, regions) = fit(options, offer, &map, epoch)?;
     let opened = open_device(options, &map, &segments, &regions)?;
     let accepted = offer.accept()?;
@@ -257,18 +321,24 @@ pub fn run_worker(
         device,
     });
     let ended = process.run(stop, tell);
-    let counts = process.worker.counts();
-    tell(Event::Summary {
-        rank: options.rank.0,
-        operations: counts.done + counts.failed + counts.rejected + counts.superseded,
-        bytes_h2d: counts.bytes_h2d,
-        bytes_d2h: counts.bytes_d2h,
-        bytes_d2d: counts.bytes_d2d,
-        fragments: counts.fragments,
-        verified_bytes: counts.verified_bytes,
-        mismatched_bytes: counts.mismatched_bytes,
-    });
-    ended.map(|()| counts)
+    process.tell_progress(tell);
+    total.add(&process.worker.counts());
+    ended
+}
+
+/// The door of a worker that has not attached: it holds nothing that a producer could take over, and says so at once
+/// rather than letting the producer wait for it.
+struct NothingHeld;
+
+impl SurvivorState for NothingHeld {
+    fn holdings(&mut self, _: &Call) -> Result<Holdings<'_>, Mismatch> {
+        Err(Mismatch::new(
+            "worker",
+            "not attached",
+            "attached",
+            "let it attach to the new producer",
+        ))
+    }
 }
 
 /// What this build can do with a geometry: copy needs a gather region in every group.
@@ -284,13 +354,14 @@ fn join(
     options: &WorkerOptions,
     lock: &RoleLock,
     epoch: ProcessEpoch,
+    survivor: &mut Survivor,
     stop: &AtomicBool,
-    clock: &Monotonic,
+    (clock, until_ns): (&Monotonic, u64),
 ) -> Result<Offer, ProcessError> {
     let map = GeometryMap::new(&options.geometry)?;
     let capability = Capability::of(&options.geometry, SelectionUnit::Block, source_kinds(&map), epoch);
-    let until_ns = clock.now_ns().saturating_add(options.attach_patience.as_nanos() as u64);
     loop {
+        survivor.poll(clock.now_ns(), &mut NothingHeld)?;
         let hello = Hello {
             protocol: PROTOCOL,
             layout_hash: layout_hash(),
@@ -304,7 +375,7 @@ fn join(
         match joined {
             // The two sides may be started in any order.
             Err(AttachError::NoProducer { .. }) if clock.now_ns() < until_ns && !stop.load(Ordering::Relaxed) => {
-                std::thread::sleep(Duration::from_millis(5));
+                std::thread::sleep(Duration::from_millis(2));
             }
             joined => return Ok(joined?),
         }
@@ -423,8 +494,11 @@ fn seat(
         if member.epoch == epoch {
             return Ok(member.first);
         }
-        if stop.load(Ordering::Relaxed) || accepted.producer.is_dead() {
+        if stop.load(Ordering::Relaxed) {
             return Err(ProcessError::Stopped);
+        }
+        if accepted.producer.is_dead() {
+            return Err(ProcessError::ProducerGone);
         }
         std::thread::sleep(Duration::from_micros(200));
     }
@@ -539,6 +613,7 @@ impl Process {
     fn run(&mut self, stop: &AtomicBool, tell: &mut dyn FnMut(Event)) -> Result<(), ProcessError> {
         let mut answers = self.worker.port().answers();
         let mut told_ns = self.clock.now_ns();
+        let mut faults = (0, 0);
         let backoff = Backoff::new();
         loop {
             let step = self.worker.step(self.clock.now_ns());
@@ -558,13 +633,12 @@ impl Process {
                 return Ok(());
             }
             let now_ns = self.clock.now_ns();
-            if now_ns.saturating_sub(told_ns) > PROGRESS.as_nanos() as u64 {
+            let counts = self.worker.counts();
+            // A fault is told at once: this process may be killed before the next time.
+            let faulty = std::mem::replace(&mut faults, (counts.mismatched_bytes, counts.repeated)) != faults;
+            if faulty || now_ns.saturating_sub(told_ns) > PROGRESS.as_nanos() as u64 {
                 told_ns = now_ns;
-                let verified_bytes = self.worker.counts().verified_bytes;
-                tell(Event::Progress {
-                    rank: self.door.surviving.rank.0,
-                    verified_bytes,
-                });
+                self.tell_progress(tell);
             }
             match step {
                 Step::Worked => backoff.reset(),
@@ -577,6 +651,16 @@ impl Process {
             }
             self.look_around(now_ns, tell)?;
         }
+    }
+
+    fn tell_progress(&self, tell: &mut dyn FnMut(Event)) {
+        let counts = self.worker.counts();
+        tell(Event::Progress {
+            rank: self.door.surviving.rank.0,
+            verified_bytes: counts.verified_bytes,
+            mismatched_bytes: counts.mismatched_bytes,
+            repeated: counts.repeated,
+        });
     }
 
     /// Sleeps until a record, a knock, a death or the stop flag.
@@ -599,7 +683,8 @@ impl Process {
         if !self.lost && proof.is_dead() {
             self.lost = true; // X25: it changes nothing for what is committed
             let (rank, pid) = (self.door.surviving.rank.0, proof.holder().shown_pid().unwrap_or(0));
-            tell(Event::ProducerLost { rank, pid });
+            let consumed = self.worker.port().cursor().get();
+            tell(Event::ProducerLost { rank, pid, consumed });
         }
     }
 

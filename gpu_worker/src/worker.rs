@@ -61,6 +61,30 @@ pub struct WorkerCounts {
     pub verified_bytes: u64,
     /// Bytes that were something else.
     pub mismatched_bytes: u64,
+    /// Records that were read at or below the position of an earlier one (X12): 0.
+    pub repeated: u64,
+}
+
+impl WorkerCounts {
+    /// Adds what another worker of the same rank counted.
+    pub fn add(&mut self, other: &Self) {
+        let pairs = [
+            (&mut self.done, other.done),
+            (&mut self.failed, other.failed),
+            (&mut self.rejected, other.rejected),
+            (&mut self.superseded, other.superseded),
+            (&mut self.bytes_h2d, other.bytes_h2d),
+            (&mut self.bytes_d2h, other.bytes_d2h),
+            (&mut self.bytes_d2d, other.bytes_d2d),
+            (&mut self.fragments, other.fragments),
+            (&mut self.verified_bytes, other.verified_bytes),
+            (&mut self.mismatched_bytes, other.mismatched_bytes),
+            (&mut self.repeated, other.repeated),
+        ];
+        for (sum, more) in pairs {
+            *sum += more;
+        }
+    }
 }
 
 /// What one step came to.
@@ -121,6 +145,8 @@ pub struct Worker<C, R, D> {
     /// A Reset is in `jobs`: nothing behind it is read before it is answered (X24a).
     barrier: bool,
     broken: Option<Broken>,
+    /// The last record that was accepted.
+    newest: Option<Position>,
     watchdog_ns: u64,
 }
 
@@ -150,6 +176,7 @@ impl<C: Shared, R: SharedMut, D: Device> Worker<C, R, D> {
             jobs: Vec::new(),
             barrier: false,
             broken: None,
+            newest: None,
             watchdog_ns: spec.watchdog_ns,
         }
     }
@@ -214,7 +241,12 @@ impl<C: Shared, R: SharedMut, D: Device> Worker<C, R, D> {
                     tracing::warn!(rank = self.hands.rank.0, %position, operation_id, %refusal, "plan rejected");
                     self.hands.counts.rejected += 1;
                 }
-                Ok(Some(Incoming::Plan(ticket))) => self.jobs.push(Job::new(ticket)),
+                Ok(Some(Incoming::Plan(ticket))) => {
+                    let position = ticket.position();
+                    self.hands.counts.repeated += u64::from(self.newest.is_some_and(|newest| position <= newest));
+                    self.newest = Some(position);
+                    self.jobs.push(Job::new(ticket));
+                }
                 Err(broken) => self.broken = Some(broken),
             }
             worked = true;

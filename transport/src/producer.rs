@@ -136,6 +136,8 @@ pub struct Completion {
 /// What the producer counted since its start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Counts {
+    /// Operations that were published, or taken over with the journal: once nothing is in flight, as many have ended.
+    pub published: u64,
     /// Operations that ended Done.
     pub done: u64,
     /// Operations that ended Failed.
@@ -202,6 +204,8 @@ struct RankState<R> {
     cursor: u64,
     terminals_seen: u64,
     answers: u64,
+    /// All of the worker's answers were taken by this producer: it was not taken over.
+    counted: bool,
     stray: u64,
 }
 
@@ -254,6 +258,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
                 cursor: 0,
                 terminals_seen: 0,
                 answers: 0,
+                counted: false,
                 stray: 0,
             })
             .collect();
@@ -317,7 +322,8 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         let mut counts = self.counts;
         if self.in_flight.is_empty() {
             // A slot is read once, so an answer that is repeated shows only in the rank's own count (X16).
-            let repeated = self.ranks.iter().filter_map(|rank| {
+            // What a worker answered to an earlier producer cannot be told from it.
+            let repeated = self.ranks.iter().filter(|rank| rank.counted).filter_map(|rank| {
                 let terminals = rank.segment.as_ref()?.load(TERMINALS_AT);
                 Some(terminals.saturating_sub(rank.answers))
             });
@@ -507,6 +513,9 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         let member = Member { epoch, first };
         write_member(self.ring.memory(), &self.map, rank, member);
         self.seat(rank, segment, member, pid);
+        if let Some(state) = self.ranks.get_mut(rank.index()) {
+            state.counted = true;
+        }
         first
     }
 
@@ -565,6 +574,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
                 cursor,
                 terminals_seen: 0,
                 answers: 0,
+                counted: false,
                 stray: 0,
             };
         }
@@ -583,6 +593,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
                 missing = Some(index);
             }
         }
+        self.counts.published += u64::from(kind != Kind::Padding);
         self.in_flight.push_back(InFlight {
             position: position.0,
             pending,

@@ -14,6 +14,7 @@ mod machine;
 mod peer;
 mod planner;
 mod plans;
+mod recovery;
 mod report;
 mod rounds;
 mod throughput;
@@ -43,6 +44,8 @@ enum What {
     Wake(Options),
     /// Time of one plan on one core (P9)
     Planner(Options),
+    /// From the attach of a side that was killed and started again to the next transfer that is Done (P7)
+    Recovery(Options),
     /// All of them
     All(Options),
     /// The other process of a measurement
@@ -112,6 +115,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         What::Latency(options) => (options, &[latency::run]),
         What::Throughput(options) => (options, &[throughput::run, large::run]),
         What::Hotpath(options) => (options, &[hotpath::run]),
+        What::Recovery(options) => (options, &[recovery::run]),
         What::All(options) => (options, ALL),
     };
     let setup = options.check()?;
@@ -129,6 +133,7 @@ const ALL: &[Part] = &[
     wake::run,
     hotpath::run,
     planner::run,
+    recovery::run,
 ];
 
 type Part = fn(&Setup) -> Result<Vec<report::Figure>>;

@@ -26,7 +26,7 @@ use kvsluice_transport::segment::{
 };
 use kvsluice_transport::shared::Shared;
 
-use super::{ProcessError, ProducerOptions, Residence, random, system};
+use super::{OnRankLost, ProcessError, ProducerOptions, Residence, random, system};
 use crate::rounds::Sources;
 use crate::store::HostStore;
 
@@ -47,6 +47,9 @@ pub(super) struct Survivor {
     pub(super) survived: Survived,
     pub(super) segment: Mapping,
 }
+
+/// A rank with a worker: its process, its process start, its segment.
+type Seated = (Rank, u32, ProcessEpoch, Option<Identity>);
 
 /// What is known before any segment is.
 struct Ground<'a> {
@@ -92,7 +95,13 @@ pub(super) fn open(
         region,
         peers: lock.dir().peers().clone(),
     };
-    let reunion = call_survivors(lock, epoch, options.takeover_patience_ms, clock)?;
+    let mut reunion = call_survivors(lock, epoch, options.takeover_patience_ms, clock)?;
+    // X23: a worker that lives and is only slow or stopped is waited for, where the channel is to outlive such things.
+    let until_ns = clock.now_ns() + options.attach_patience_ms.saturating_mul(1_000_000);
+    while options.on_rank_lost == OnRankLost::Wait && !reunion.silent.is_empty() && clock.now_ns() < until_ns {
+        tracing::warn!(silent = ?reunion.silent, "workers live and do not answer: they are called again");
+        reunion = call_survivors(lock, epoch, options.takeover_patience_ms, clock)?;
+    }
     for (rank, mismatch) in &reunion.unusable {
         tracing::warn!(%rank, %mismatch, "a worker of an earlier producer cannot be taken over");
     }
@@ -295,23 +304,30 @@ impl Ground<'_> {
         };
         let (control, pool) = (found.control.clone(), found.pool.clone());
         let store = HostStore::recover(control.clone(), pool, self.map.clone(), self.region.clone());
-        let seated: Vec<(Rank, u32, Option<Identity>)> = latest
+        // A worker whose entry an earlier takeover took away works for nobody: it attaches anew (X24).
+        let is_member = |one: &Survived| producer.segment(one.surviving.rank).is_some();
+        let (survivors, strangers): (Vec<_>, Vec<_>) =
+            latest.into_iter().zip(segments).partition(|(one, _)| is_member(one));
+        let strangers = strangers.into_iter().map(|(one, _)| one).collect();
+        drain(strangers, "it is no member of the channel any more");
+        let seated: Vec<Seated> = survivors
             .iter()
-            .map(|one| {
+            .map(|(one, _)| {
                 (
                     one.surviving.rank,
                     one.surviving.pid,
+                    one.surviving.worker_epoch,
                     Identity::of_descriptor(&one.rank).ok(),
                 )
             })
             .collect();
-        let survivors = latest.into_iter().zip(segments);
         Ok(Opened {
             host: self.host(found, backend, &seated),
             producer,
             store,
             control,
             survivors: survivors
+                .into_iter()
                 .map(|(survived, segment)| Survivor { survived, segment })
                 .collect(),
             recovered: true,
@@ -372,7 +388,7 @@ impl Ground<'_> {
         }
     }
 
-    fn host(&self, found: Found, backend: Arc<dyn Backend>, seated: &[(Rank, u32, Option<Identity>)]) -> Host {
+    fn host(&self, found: Found, backend: Arc<dyn Backend>, seated: &[Seated]) -> Host {
         let geometry = &self.options.geometry;
         let copy = geometry.groups.iter().all(|group| group.gather_blocks > 0);
         let kinds = SourceKinds {
@@ -380,14 +396,16 @@ impl Ground<'_> {
             copy,
         };
         let place = |rank| match seated.iter().find(|(seated, ..)| *seated == Rank(rank)) {
-            Some((_, pid, segment)) => Place {
+            Some((_, pid, worker, segment)) => Place {
                 chair: Chair::Taken,
                 pid: *pid,
+                worker: *worker,
                 segment: *segment,
             },
             None => Place {
                 chair: Chair::Free,
                 pid: 0,
+                worker: ProcessEpoch(0),
                 segment: None,
             },
         };
@@ -424,6 +442,8 @@ struct Place {
     chair: Chair,
     /// Process of its worker, or of the last one.
     pid: u32,
+    /// Process start of that worker.
+    worker: ProcessEpoch,
     /// Its segment, which may have a name.
     segment: Option<Identity>,
 }
@@ -479,11 +499,14 @@ impl Host {
         }
     }
 
-    /// The rank has no worker any more.
-    pub(super) fn vacate(&mut self, rank: Rank) {
+    /// The rank has no worker any more. `of`: only if its worker is that one.
+    pub(super) fn vacate(&mut self, rank: Rank, of: Option<ProcessEpoch>) {
         let Some(place) = self.places.get_mut(rank.index()) else {
             return;
         };
+        if of.is_some_and(|of| of != place.worker) {
+            return;
+        }
         place.chair = Chair::Free;
         if let Some(identity) = place.segment.take() {
             discard(&*self.backend, SegmentKind::Rank(rank), identity);
@@ -493,7 +516,7 @@ impl Host {
     /// Removes the names of all segments, where they have one, and gives up the role.
     pub(super) fn discard(mut self) {
         for rank in 0..self.places.len() as u32 {
-            self.vacate(Rank(rank));
+            self.vacate(Rank(rank), None);
         }
         let of_producer = [
             (SegmentKind::Pool, &self.found.pool_fd),
@@ -506,7 +529,7 @@ impl Host {
         }
     }
 
-    fn offer(&mut self, rank: Rank, pid: u32) -> Result<Admitted, ProcessError> {
+    fn offer(&mut self, rank: Rank, pid: u32, worker: ProcessEpoch) -> Result<Admitted, ProcessError> {
         let segment = NewSegment {
             kind: SegmentKind::Rank(rank),
             bytes: self.region.rank_bytes(),
@@ -543,6 +566,7 @@ impl Host {
             *place = Place {
                 chair: Chair::Offered(reader),
                 pid,
+                worker,
                 segment,
             };
         }
@@ -562,12 +586,20 @@ impl Admission for Host {
             return Err(Mismatch::new("source_kinds", "no copy", "copy", remedy)); // R22
         }
         let pid = peer.pid.unwrap_or(hello.pid);
+        // One that was offered the rank before has died, or the door would not have asked (X23).
+        if self
+            .places
+            .get(hello.rank.index())
+            .is_some_and(|place| matches!(place.chair, Chair::Offered(_)))
+        {
+            self.vacate(hello.rank, None);
+        }
         let place = self.places.get(hello.rank.index());
         if let Some(place) = place.filter(|place| !matches!(place.chair, Chair::Free)) {
             let field = format!("worker of rank {}", hello.rank);
             return Err(Mismatch::occupied(field, format!("pid {pid}"), Some(place.pid)));
         }
-        self.offer(hello.rank, pid)
+        self.offer(hello.rank, pid, hello.worker_epoch)
             .map_err(|error| Mismatch::new("rank segment", error, "one that can be made", "see the message"))
     }
 }

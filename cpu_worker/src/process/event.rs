@@ -46,6 +46,13 @@ pub enum Event {
         in_flight: u64,
         /// Blocks that the directory vouches for.
         warm_blocks: u64,
+        /// Position behind the last record of the journal.
+        tail: u64,
+    },
+    /// Data flows again: the first transfer since the last worker attached or was adopted is Done on every rank.
+    Resumed {
+        /// Microseconds since that worker attached or was adopted.
+        after_us: u64,
     },
     /// From time to time.
     Progress {
@@ -72,6 +79,8 @@ pub enum Event {
 /// How operations ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Completions {
+    /// Operations published or taken over: as many as have ended, once nothing is in flight.
+    pub published: u64,
     /// On every rank Done.
     pub done: u64,
     /// Failed on a device.
@@ -90,9 +99,17 @@ pub struct Completions {
     pub conflicting: u64,
 }
 
+impl Completions {
+    /// Operations that ended in any way.
+    pub fn ended(&self) -> u64 {
+        self.done + self.failed + self.rejected + self.superseded + self.rank_lost
+    }
+}
+
 impl From<Counts> for Completions {
     fn from(counts: Counts) -> Self {
         Self {
+            published: counts.published,
             done: counts.done,
             failed: counts.failed,
             rejected: counts.rejected,

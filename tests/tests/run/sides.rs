@@ -133,3 +133,22 @@ fn x25_a_new_producer_takes_over_from_a_killed_one_with_a_warm_pool() {
     assert!(!ended.log.contains(" 0 blocks warm"), "{}", ended.log);
     end_worker(worker);
 }
+
+#[test]
+fn x25_a_worker_that_a_cold_start_sends_away_attaches_anew() {
+    let folder = folder();
+    let mut first = producer(&folder, &["--hardened", "--rounds=100000"]);
+    let mut worker = worker(&folder, &[]);
+    worker.until_it_says("verified role=0");
+    first.until_it_says("takes part");
+    first.signal("itself", Signal::KILL);
+    first.end();
+    // Nobody can make a hardened channel writable again: the next producer starts cold.
+    let second = producer(&folder, &["--hardened", "--requests=20"]);
+    worker.until_it_says("attaches anew");
+    worker.until_it_says("is attached");
+    let ended = second.end();
+    assert_eq!(ended.code, Some(0), "{}", ended.log);
+    assert!(ended.log.contains("20 requests"), "{}", ended.log);
+    end_worker(worker);
+}

@@ -190,7 +190,11 @@ fn check(others: &[Guest<Greeted>], peer: &Peer, hello: &Hello, layout_hash: u64
     if hello.worker_epoch.get() == 0 {
         return Err(Mismatch::new("worker epoch", 0, "a random number", SAME_BUILD));
     }
-    let same_rank = |other: &&Guest<Greeted>| other.known.as_ref().is_some_and(|known| known.hello.rank == hello.rank);
+    // X23: an earlier guest may have died without its connection telling yet.
+    let same_rank = |other: &&Guest<Greeted>| {
+        let known = other.known.as_ref().filter(|known| known.hello.rank == hello.rank);
+        known.is_some_and(|known| !known.proof.is_dead())
+    };
     if let Some(first) = others.iter().find(same_rank) {
         let field = format!("worker of rank {}", hello.rank);
         let pid = peer.pid.unwrap_or(hello.pid);
