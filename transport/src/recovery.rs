@@ -179,6 +179,7 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         }
         producer.complete_unowed();
         producer.poll_thorough();
+        producer.disown_answers();
         Ok(producer)
     }
 }

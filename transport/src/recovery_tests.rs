@@ -45,6 +45,21 @@ fn x14_a_takeover_keeps_the_leases_of_a_plan_whose_block_an_ended_plan_used_befo
 }
 
 #[test]
+fn x16_answers_to_an_earlier_producer_are_no_duplicates_for_its_successor() {
+    let mut bench = Bench::new(1);
+    bench.producer.publish(&upload(1, &[(1, 1)])).expect("published");
+    let ticket = receive(&mut bench.ports[0]);
+    bench.ports[0].finish(ticket, &Outcome::done(64, 0, 0));
+    let mut producer = bench.take_over(SUCCESSOR);
+    assert_eq!((producer.in_flight(), producer.counts().duplicate), (0, 0));
+    producer.publish(&upload(2, &[(2, 5)])).expect("published");
+    let ticket = receive(&mut bench.ports[0]);
+    bench.ports[0].finish(ticket, &Outcome::done(64, 0, 0));
+    producer.poll_thorough();
+    assert_eq!((producer.in_flight(), producer.counts().duplicate), (0, 0));
+}
+
+#[test]
 fn x10_a_worker_that_joins_beside_an_open_batch_starts_at_a_word_that_is_no_record() {
     let mut bench = Bench::new(2);
     bench.producer.lose(Rank(1));
