@@ -3,6 +3,9 @@
 //! The decision modules are pure: no clock, no I/O, no shared memory, no unsafe code, and no input makes them panic. They
 //! run in production, in the property tests and behind `kvsluice eval` ([`eval`]) alike. Data takes one path through
 //! them: scores → [`selector`] → [`planner`] → upload → [`ledger`] commit → [`retain`] → release.
+//!
+//! Around them: [`store`] keeps the blocks of a [`trace`] in the pool, [`rounds`] plays its requests through the decision
+//! modules and the plan ring, on any memory, and [`process`] does that in a process of its own.
 
 pub mod bench_planner;
 pub mod block_set;
