@@ -120,7 +120,7 @@ pub(crate) fn run(
 fn left_files(folder: &std::path::Path, channel: &ChannelName) -> anyhow::Result<u64> {
     let of_channel = folder.join(channel.as_str());
     let in_runtime = match std::fs::read_dir(&of_channel) {
-        Ok(entries) => 1 + entries.count() as u64, // the folder itself is left, too
+        Ok(entries) => entries.count() as u64,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => 0,
         Err(error) => return Err(error).with_context(|| format!("cannot read {}", of_channel.display())),
     };
