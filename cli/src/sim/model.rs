@@ -116,6 +116,8 @@ pub(super) struct Model {
     ring: (usize, u64),
     records: BTreeMap<u64, Record>,
     unpublished: VecDeque<u64>,
+    /// What a dead producer was publishing, and its generation.
+    attempt: Option<(Spec, u64)>,
     seats: Vec<Option<Seat>>,
     host: Vec<Users>,
     device: Vec<Users>,
@@ -141,6 +143,7 @@ impl Model {
             ring: (ring_at, ring_bytes as u64),
             records: BTreeMap::new(),
             unpublished: VecDeque::new(),
+            attempt: None,
             seats: (0..ranks).map(|_| None).collect(),
             host: vec![Users::default(); blocks],
             device: vec![Users::default(); blocks],
@@ -323,12 +326,18 @@ impl Model {
         self.scan(control)
     }
 
+    /// The producer died while it published this plan at once: readers may see it, though nobody was told so.
+    pub(super) fn attempted(&mut self, spec: Spec, generation: u64) {
+        self.attempt = Some((spec, generation));
+    }
+
     /// The producer died: what it had accepted is published as a whole or not at all.
     pub(super) fn producer_died(&mut self, log: &[Stored], control: &Heap) -> Result<(), Violation> {
         self.control_stores(log)?;
-        if control.load(self.ring_at(self.tail)) == self.tail + 1 && !self.unpublished.is_empty() {
+        if control.load(self.ring_at(self.tail)) == self.tail + 1 {
             self.scan(control)?;
         }
+        self.attempt = None;
         for position in std::mem::take(&mut self.unpublished) {
             let Some(record) = self.records.remove(&position) else {
                 continue;
@@ -423,6 +432,11 @@ impl Model {
             if (header >> 32) & 0xffff == Kind::Padding as u64 {
                 self.insert(at, None, Vec::new());
             } else {
+                if self.unpublished.is_empty()
+                    && let Some((spec, generation)) = self.attempt.take()
+                {
+                    self.accepted(spec, at, generation)?;
+                }
                 let expected = self.unpublished.pop_front();
                 check(
                     expected == Some(at),

@@ -323,24 +323,34 @@ impl World {
         whole
     }
 
+    /// Asks for a record: in the open batch, or visible at once.
     fn ask(&mut self, mut proposal: Proposal) -> Result<(), Violation> {
-        self.operations += 1;
-        proposal.spec.operation = self.operations;
-        let mut draft = std::mem::take(&mut self.draft);
-        proposal.spec.draft(&mut draft);
-        let answer = self.produce(false, |producer| {
-            let generation = producer.generation().0;
-            (generation, producer.enqueue(&draft))
-        })?;
-        self.draft = draft;
-        let Some((generation, answer)) = answer else {
+        let Some(process) = &mut self.producer else {
             return Ok(());
         };
+        self.operations += 1;
+        proposal.spec.operation = self.operations;
+        proposal.spec.draft(&mut self.draft);
+        let generation = process.producer.generation().0;
+        let at_once = self.random.u8(0..4) == 0;
+        let answer = until_crash(|| match at_once {
+            true => process.producer.publish(&self.draft),
+            false => process.producer.enqueue(&self.draft),
+        });
+        let Some(answer) = answer else {
+            if at_once {
+                self.model.attempted(proposal.spec, generation);
+            }
+            return self.producer_died();
+        };
+        if let Ok(position) = answer {
+            self.model.accepted(proposal.spec.clone(), position.0, generation)?;
+        }
+        self.observe_producer(at_once && answer.is_ok())?;
         match answer {
             Ok(position) => {
                 self.tally.published += 1;
                 self.history.add("accepted", position.0, proposal.spec.kind as u64);
-                self.model.accepted(proposal.spec.clone(), position.0, generation)?;
                 if proposal.spec.kind == Kind::WriteBack {
                     self.savers = (0..self.ranks()).map(|rank| self.model.seated(rank)).collect();
                 }
