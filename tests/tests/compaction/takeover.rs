@@ -69,5 +69,7 @@ fn f13_x25_a_new_producer_awaits_what_is_in_flight_and_plays_on_with_right_bytes
         }
     };
     run();
-    assert!(goes_red("x25a_checksum_unread", run), "the planted fault is not seen");
+    for fault in ["x25a_checksum_unread", "x24a_reset_keeps_device_tables"] {
+        assert!(goes_red(fault, run), "the planted fault {fault} is not seen");
+    }
 }
