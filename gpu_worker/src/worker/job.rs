@@ -11,7 +11,7 @@ use kvsluice_layout::refusal::Refusal;
 use kvsluice_transport::port::{Outcome, Ticket};
 
 use super::{Hands, rows};
-use crate::device::{Device, Event, EventState, Fragment, Queue, SubmitError, TableError};
+use crate::device::{Device, Event, EventState, Fragment, Queue, SubmitError, TableError, TableSlot};
 use crate::readers::{StartError, WriterId};
 use crate::tables::{StageError, Staged, TableFault};
 
@@ -54,6 +54,8 @@ pub(super) struct Job {
     digest: u64,
     target: Option<u64>,
     generation: Option<PoolGeneration>,
+    /// Tables that a Reset has emptied so far.
+    emptied: usize,
 }
 
 impl Job {
@@ -70,6 +72,7 @@ impl Job {
             digest: 0,
             target: None,
             generation: None,
+            emptied: 0,
         }
     }
 
@@ -182,15 +185,30 @@ impl Job {
             Kind::Abort | Kind::Padding => Next::Finish(Outcome::done(0, 0, 0)),
             Kind::Reset if !alone && !planted("x24a_reset_without_drain") => Next::Wait,
             Kind::Reset if hands.readers.any_read() => Next::Wait,
-            Kind::Reset => {
-                // The engine's reader fence: nothing that was enqueued reads a table or a block any more (X24a).
-                let Ok(fence) = hands.device.record(Queue::Compute) else {
-                    return Next::Wait;
-                };
-                self.stage = Stage::Copying(fence);
-                Next::Worked
-            }
+            Kind::Reset => self.start_reset(hands),
         }
+    }
+
+    /// Makes every table in device memory what it was at the start, behind the engine's reader fence: nothing that was
+    /// enqueued reads a table or a block any more, and nothing that is enqueued later finds an old block (X24a).
+    fn start_reset<D: Device>(&mut self, hands: &mut Hands<D>) -> Next {
+        if !hands.fence(Queue::CopyIn) {
+            return Next::Wait;
+        }
+        // Nothing else is open, so the tables stay what they are until the event.
+        let slots: Vec<TableSlot> = hands.tables.export().map(|request| request.slot()).collect();
+        for slot in slots.into_iter().skip(self.emptied) {
+            if !planted("x24a_reset_keeps_device_tables") && hands.device.write_table(Queue::CopyIn, slot, &[]).is_err()
+            {
+                return Next::Wait; // no room yet; a lost device is seen by the step
+            }
+            self.emptied += 1;
+        }
+        let Ok(event) = hands.device.record(Queue::CopyIn) else {
+            return Next::Wait;
+        };
+        self.stage = Stage::Copying(event);
+        Next::Worked
     }
 
     fn start_upload<D: Device>(&mut self, plan: &Plan<'_>, hands: &mut Hands<D>) -> Next {

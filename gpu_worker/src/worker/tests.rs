@@ -19,9 +19,9 @@ use kvsluice_transport::shared::Heap;
 use super::{Step, Verifier, Verify, Worker, WorkerSpec};
 use crate::copy::HostPool;
 use crate::device::adversary::{Adversary, Fault};
-use crate::device::host::{HostDevice, Stepper};
-use crate::device::{Access, Device, DeviceSpec, HostSpan};
-use crate::tables::{TableLimits, TableStore};
+use crate::device::host::{HostDevice, KernelMemory, KernelState, Stepper};
+use crate::device::{Access, Device, DeviceSpec, HostSpan, TABLE_POISON};
+use crate::tables::{ROW_HEADER_WORDS, TableLimits, TableStore};
 
 const SLOTS: usize = 8;
 
@@ -352,4 +352,30 @@ fn field_22_an_upload_fails_whichever_of_its_rows_failed() {
     let draft = pair.upload(1, &[(3, 5)]);
     let ended = with_planted("x12_last_event_decides", || pair.run(&draft));
     assert_eq!(ended.terminal, Terminal::Done, "the planted fault");
+}
+
+#[test]
+fn x24a_after_a_reset_no_table_in_device_memory_names_a_block() {
+    let first_word = || {
+        let mut pair = filled("sample", Adversary::late(9));
+        let upload = pair.upload(1, &[(3, 5)]);
+        assert_eq!(pair.run(&upload).terminal, Terminal::Done);
+        let table = retain(&pair, 2, RetainMode::SharedTable, &[(NEW_SLOT, 5)], &[tag(3)]);
+        assert_eq!(pair.run(&table).terminal, Terminal::Done);
+        let slot = pair.worker.tables().get(b"a-request").expect("request").slot();
+        let mut reset = PlanDraft::new();
+        reset.reset(PoolGeneration(2));
+        assert_eq!(pair.run(&reset).terminal, Terminal::Done);
+        let (found, word) = std::sync::mpsc::channel();
+        let kernel = move |memory: &KernelMemory<'_>| {
+            let _ = found.send(memory.word(memory.table(slot).expect("slot"), ROW_HEADER_WORDS));
+            KernelState::Finished
+        };
+        pair.worker.device_mut().engine().launch(kernel).expect("launched");
+        pair.stepper.run();
+        word.try_recv().expect("the kernel ran")
+    };
+    assert_eq!(first_word(), Some(TABLE_POISON));
+    let planted = with_planted("x24a_reset_keeps_device_tables", first_word);
+    assert_eq!(planted, Some(5), "the planted fault is not seen");
 }
