@@ -13,6 +13,7 @@ mod eval;
 mod exit;
 mod forward;
 mod gpu_worker;
+mod inspect;
 mod options;
 mod progress;
 mod report;
@@ -54,6 +55,8 @@ enum Command {
     Bench(bench::BenchArgs),
     /// List channels, and remove what dead processes left behind
     Clean(clean::CleanArgs),
+    /// Show a channel from outside: header, capability, journal, leases, who lives
+    Inspect(inspect::InspectArgs),
     /// Say what on this host would stand in the way of a run, and what to change
     Doctor(doctor::DoctorArgs),
     /// Answer conformance vectors: one JSON object a line in, one out
@@ -91,6 +94,7 @@ fn obey(args: Vec<OsString>) -> anyhow::Result<Exit> {
         Command::GpuWorker(args) => gpu_worker::gpu_worker(&args),
         Command::Bench(args) => bench::run(&args).map(|()| Exit::Good),
         Command::Clean(args) => clean::run(&args),
+        Command::Inspect(args) => inspect::inspect(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Eval(args) => eval::eval(&args),
     }
