@@ -3,6 +3,13 @@
 //!
 //! A test never waits for time: it steps the parts that it lets run. Seeds are in every failure message.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
+
 mod observer;
 mod rig;
 mod through_tables;
