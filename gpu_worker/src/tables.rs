@@ -307,6 +307,11 @@ impl TableStore {
         }
     }
 
+    /// Writes the image of a request that has no block into `out`: what a slot holds after a Reset.
+    pub fn empty_image(&self, out: &mut Vec<u32>) {
+        image(&State::empty(&self.shape), &self.shape, out);
+    }
+
     /// The tables that a device needs for this store: one slot per request, one row per layer, each of the same stride
     /// from start to end (field bug 33).
     pub fn spec(&self) -> TableSpec {

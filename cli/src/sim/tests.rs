@@ -10,10 +10,12 @@ const STEPS: u64 = 30_000;
 const SEEDS_PER_FAULT: u64 = 60;
 
 /// Each alone breaks a rule, at the place where production enforces it.
-const FAULTS: [&str; 29] = [
+///
+/// Not among them: `no_reader_fence`. A block gets free only by a Retain or a Reset, whose own fence its readers have
+/// passed, so the upload's fence is the second line of defence here; it is seen red in `gpu_worker/src/readers`.
+const FAULTS: [&str; 28] = [
     "d6_no_compute_fence",
     "failure_as_success",
-    "no_reader_fence",
     "r57_no_reader_fence",
     "table_in_place",
     "x9_skip_in_flight",

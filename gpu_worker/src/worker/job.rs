@@ -189,7 +189,7 @@ impl Job {
         }
     }
 
-    /// Makes every table in device memory what it was at the start, behind the engine's reader fence: nothing that was
+    /// Makes every table in device memory one without blocks, behind the engine's reader fence: nothing that was
     /// enqueued reads a table or a block any more, and nothing that is enqueued later finds an old block (X24a).
     fn start_reset<D: Device>(&mut self, hands: &mut Hands<D>) -> Next {
         if !hands.fence(Queue::CopyIn) {
@@ -197,16 +197,22 @@ impl Job {
         }
         // Nothing else is open, so the tables stay what they are until the event.
         let slots: Vec<TableSlot> = hands.tables.export().map(|request| request.slot()).collect();
-        for slot in slots.into_iter().skip(self.emptied) {
-            if !planted("x24a_reset_keeps_device_tables") && hands.device.write_table(Queue::CopyIn, slot, &[]).is_err()
-            {
-                return Next::Wait; // no room yet; a lost device is seen by the step
+        let keep = planted("x24a_reset_keeps_device_tables");
+        hands.tables.empty_image(&mut hands.image);
+        for slot in slots.iter().skip(self.emptied) {
+            if !keep && hands.device.write_table(Queue::CopyIn, *slot, &hands.image).is_err() {
+                break; // no room yet; a lost device is seen by the step
             }
             self.emptied += 1;
         }
         let Ok(event) = hands.device.record(Queue::CopyIn) else {
             return Next::Wait;
         };
+        // Compute that is enqueued from now on sees the emptied tables, never one that is just being emptied (D10).
+        if hands.device.wait(Queue::Compute, event).is_err() || self.emptied < slots.len() {
+            hands.device.release(event);
+            return Next::Wait;
+        }
         self.stage = Stage::Copying(event);
         Next::Worked
     }
