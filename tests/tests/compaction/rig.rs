@@ -33,7 +33,7 @@ pub(crate) const PRODUCER: ProcessEpoch = ProcessEpoch(0xA11CE);
 pub(crate) const BLOCKS_MAX: u32 = 128;
 pub(crate) const RING_BYTES: usize = 1 << 18;
 /// Steps after which a test says that nothing comes to an end any more.
-const STEPS_MAX: u32 = 100_000;
+const STEPS_MAX: u32 = 200_000;
 
 /// A sample geometry with small pools.
 pub(crate) fn sample(ranks: u32, source_blocks: u32, device_blocks: u32) -> Geometry {
