@@ -289,10 +289,11 @@ fn x14_a_writer_is_alone_with_its_block_and_readers_share() {
         (of_the_device(8).to_vec(), of_the_device(9).to_vec()),
         (of_the_host(8).to_vec(), of_the_host(9).to_vec()),
     ];
+    let map = map();
     for (first, second) in sides {
         for (held, held_reads, holder) in &first {
             for (wanted, wanted_reads, other) in &second {
-                let mut table = LeaseTable::new(&map());
+                let mut table = LeaseTable::new(&map);
                 table.take(&holder.lease_rows());
                 let passes = table.check(&other.lease_rows()).is_ok();
                 assert_eq!(passes, *held_reads && *wanted_reads, "{wanted} beside {held}");
@@ -313,8 +314,9 @@ fn x14_a_block_with_two_writers_in_a_journal_is_written_until_both_are_released(
         [&reader, &ended, &running],
         [&running, &reader, &ended],
     ];
+    let map = map();
     for order in orders {
-        let mut table = LeaseTable::new(&map());
+        let mut table = LeaseTable::new(&map);
         for draft in [&ended, &running, &reader] {
             table.take(&draft.lease_rows());
         }
