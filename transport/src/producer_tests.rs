@@ -331,3 +331,128 @@ fn x16_an_answer_given_twice_is_counted_and_changes_nothing() {
     );
     assert_eq!((bench.producer.counts().done, bench.producer.counts().failed), (2, 0));
 }
+
+#[test]
+fn x14_field_17_a_ticket_or_a_draft_that_is_dropped_frees_nothing() {
+    let mut bench = Bench::new(1);
+    let draft = upload(1, &[(3, 5)]);
+    let _ = bench.producer.publish(&draft).expect("published");
+    drop(draft);
+    // As where a worker's handler panics: its duty to answer is gone, the device may still read.
+    drop(receive(&mut bench.ports[0]));
+    bench.producer.poll_thorough();
+    assert_eq!(bench.producer.leases().source_leases(GroupId(0), SourceBlock(3)), 1);
+    assert_eq!(bench.ports[0].unanswered(), 1);
+    let said = bench
+        .producer
+        .publish(&upload(2, &[(4, 5)]))
+        .expect_err("the block is written");
+    assert!(said.to_string().contains("plan refused: "), "{said}");
+    // X23: only the end of the process, which is proven, ends what it may still touch.
+    bench.producer.lose(Rank(0));
+    assert_eq!(bench.producer.leases().source_leases(GroupId(0), SourceBlock(3)), 0);
+}
+
+#[test]
+fn x12_field_24_an_answer_finds_its_record_however_fast_it_comes() {
+    let mut bench = Bench::new(1);
+    for id in 1..40 {
+        // Two records of one batch, answered before the producer looks again: last first.
+        let _ = bench.producer.enqueue(&upload(id, &[(1, 1)])).expect("enqueued");
+        let _ = bench.producer.enqueue(&upload(id + 100, &[(2, 2)])).expect("enqueued");
+        bench.producer.flush();
+        let first = receive(&mut bench.ports[0]);
+        let second = receive(&mut bench.ports[0]);
+        for ticket in [second, first] {
+            bench.ports[0].finish(ticket, &Outcome::done(0, 0, 0));
+        }
+        assert_eq!(bench.producer.poll_thorough(), 2);
+        let ended = std::iter::from_fn(|| bench.producer.next_completion());
+        assert!(
+            ended
+                .into_iter()
+                .all(|completion| completion.terminal == Terminal::Done)
+        );
+    }
+    let counts = bench.producer.counts();
+    assert_eq!((counts.stale, counts.duplicate, counts.conflicting), (0, 0, 0));
+}
+
+#[test]
+fn x12_field_26_a_producer_that_does_not_look_blocks_no_worker_and_loses_no_answer() {
+    let mut bench = Bench::new(1);
+    let mut published = 0;
+    let said = loop {
+        let block = published as u32 % 60;
+        match bench.producer.publish(&upload(published + 1, &[(block, 1 + block)])) {
+            Ok(_) => published += 1,
+            Err(said) => break said.to_string(),
+        }
+        let ticket = receive(&mut bench.ports[0]);
+        // Nobody takes these answers: there is a place for each of them all the same.
+        bench.ports[0].finish(ticket, &Outcome::done(0, 0, 0));
+    };
+    assert!(
+        published >= 60 && said.contains("plan refused: "),
+        "{published}: {said}"
+    );
+    bench.producer.poll_thorough();
+    let ended = std::iter::from_fn(|| bench.producer.next_completion()).count();
+    assert_eq!(ended as u64, published);
+}
+
+#[test]
+fn x12_field_27_an_answer_to_an_earlier_life_of_the_ids_is_no_answer_to_this_one() {
+    let mut bench = Bench::new(1);
+    let position = bench.producer.publish(&upload(1, &[(3, 5)])).expect("published");
+    let mut slot = [0; 8];
+    let ticket = receive(&mut bench.ports[0]);
+    bench.ports[0].finish(ticket, &Outcome::done(0, 0, 0));
+    let at = kvsluice_layout::region::SLOTS_AT + bench.producer.shape().offset(position.0);
+    bench.segments[0].copy_out(at, &mut slot);
+    bench.producer.poll();
+    // The same request, operation and blocks again: another position, so another record.
+    let again = bench.producer.publish(&upload(1, &[(3, 5)])).expect("published");
+    let at = kvsluice_layout::region::SLOTS_AT + bench.producer.shape().offset(again.0);
+    bench.segments[0].copy_in(at, &slot);
+    bench.producer.poll_thorough();
+    assert_eq!(
+        bench.producer.leases().source_leases(GroupId(0), SourceBlock(3)),
+        1,
+        "not by the old answer"
+    );
+    // Nor by the old one under the new commit word.
+    slot[0] = again.0 + 1;
+    bench.segments[0].copy_in(at, &slot);
+    bench.producer.poll_thorough();
+    let last = std::iter::from_fn(|| bench.producer.next_completion()).last();
+    assert_eq!(last.map(|completion| completion.terminal), Some(Terminal::Failed));
+    assert_eq!(bench.producer.counts().conflicting, 1);
+}
+
+#[test]
+fn x24_a_data_record_while_a_rank_is_missing_or_behind_is_refused_with_rank_and_pid() {
+    let mut bench = Bench::new(2);
+    bench.producer.lose(Rank(1));
+    let said = bench
+        .producer
+        .publish(&upload(1, &[(3, 5)]))
+        .expect_err("a rank is missing")
+        .to_string();
+    assert_eq!(
+        said,
+        "rank 1 is missing (last pid 101): only Abort and Reset pass until a worker attaches"
+    );
+    let segment = Heap::new(bench.producer.map().rank_bytes());
+    bench.producer.join(Rank(1), segment, ProcessEpoch(77), 107);
+    let said = bench
+        .producer
+        .publish(&upload(1, &[(3, 5)]))
+        .expect_err("its device is empty")
+        .to_string();
+    assert_eq!(
+        said,
+        "rank 1 is at pool generation 0, expected 1: publish a Reset and await it"
+    );
+    assert_eq!(bench.producer.leases().leased_blocks(), 0, "a refusal leases nothing");
+}
