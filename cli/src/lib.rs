@@ -15,6 +15,7 @@ mod eval;
 mod exit;
 mod forward;
 mod gpu_worker;
+mod inspect;
 mod options;
 mod progress;
 mod report;
@@ -61,6 +62,8 @@ enum Command {
     Compare(compare::CompareArgs),
     /// List channels, and remove what dead processes left behind
     Clean(clean::CleanArgs),
+    /// Show a channel from outside: header, capability, journal, leases, who lives
+    Inspect(inspect::InspectArgs),
     /// Say what on this host would stand in the way of a run, and what to change
     Doctor(doctor::DoctorArgs),
     /// Play a channel under one seeded scheduler, with crashes, and check it after every step
@@ -102,6 +105,7 @@ fn obey(args: Vec<OsString>) -> anyhow::Result<Exit> {
         Command::Bench(args) => bench::run(&args).map(|()| Exit::Good),
         Command::Compare(args) => compare::run(&args),
         Command::Clean(args) => clean::run(&args),
+        Command::Inspect(args) => inspect::inspect(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Sim(args) => sim::run(&args).map(|sound| if sound { Exit::Good } else { Exit::Wrong }),
         Command::Eval(args) => eval::eval(&args),
