@@ -15,6 +15,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use kvsluice_layout::capability::GeometryHash;
+use kvsluice_layout::charter::CharterError;
 use kvsluice_layout::geometry::GeometryError;
 use kvsluice_layout::ids::{Position, ProcessEpoch, Rank};
 use kvsluice_layout::planes::GeometryMap;
@@ -80,6 +82,25 @@ pub enum ProcessError {
     /// A segment of an earlier producer cannot be used.
     #[error(transparent)]
     Open(#[from] OpenError),
+    /// The charter of a channel cannot be written or read.
+    #[error(transparent)]
+    Charter(#[from] CharterError),
+    /// A channel that was made for something else, though perhaps of equal size.
+    #[error(
+        "the channel was made for {model:?} ({found:?} in {found_ring} bytes of ring), not for {expected:?} in {ring}"
+    )]
+    OtherCharter {
+        /// Model of the channel.
+        model: String,
+        /// Its geometry.
+        found: GeometryHash,
+        /// Bytes of its plan ring.
+        found_ring: u64,
+        /// This producer's geometry.
+        expected: GeometryHash,
+        /// Bytes of the plan ring that this producer wants.
+        ring: u64,
+    },
     /// The folder of named segments.
     #[error(transparent)]
     Persist(#[from] PersistError),
@@ -116,16 +137,6 @@ pub enum ProcessError {
         rank: Rank,
         /// The process.
         holder: String,
-    },
-    /// A rank found that the ring cannot be trusted (X9).
-    #[error("rank {rank} found the ring broken at {position}: {found:#x} is no record; restart both sides")]
-    Broken {
-        /// The rank.
-        rank: Rank,
-        /// Position of the record.
-        position: Position,
-        /// The word found.
-        found: u64,
     },
     /// A stop was asked for, and a rank does not let the last operations end.
     #[error("stopped, but not everything ended within {waited_ms} ms; {}", oldest.map_or("nothing is in flight".to_owned(), |oldest| oldest.to_string()))]
@@ -233,6 +244,8 @@ struct Process<'a> {
     was_complete: bool,
     /// When the last worker took its seat and how many transfers were Done then, until the next one is.
     resuming: Option<(u64, u64)>,
+    /// The last report of a broken ring, which is said once.
+    broken: Option<(Rank, Position, u64)>,
 }
 
 impl<'a> Process<'a> {
@@ -309,6 +322,7 @@ impl<'a> Process<'a> {
             oldest: None,
             was_complete: false,
             resuming: None,
+            broken: None,
         };
         let mut ranks = Vec::new();
         for survivor in survivors {
@@ -451,9 +465,13 @@ impl<'a> Process<'a> {
             return Ok(());
         }
         self.told_ns = now_ns;
-        if let Some((rank, position, found)) = self.rounds.producer().broken() {
-            return Err(ProcessError::Broken { rank, position, found });
+        let broken = self.rounds.producer().broken();
+        if let Some((rank, position, found)) = broken.filter(|_| self.broken != broken) {
+            // X33: the word is the rank's to write, so it ends nothing here. A rank that means it detaches, which is seen
+            // as its death; one that lies stalls its own records until it is expelled.
+            tracing::error!(%rank, %position, found, "a rank reports that the ring is broken (X9); restart both sides");
         }
+        self.broken = broken;
         self.look_at_hung(now_ns)?;
         self.host.check_still_there()?;
         let waited_ms = now_ns.saturating_sub(self.started_ns) / 1_000_000;

@@ -4,7 +4,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvsluice_layout::capability::{Capability, SelectionUnit, SourceKinds, negotiate};
+use kvsluice_layout::capability::{Capability, SelectionUnit, SourceKinds, geometry_hash, negotiate};
+use kvsluice_layout::charter::Charter;
 use kvsluice_layout::ids::{ChannelId, Incarnation, MAX_RANKS, PoolGeneration, ProcessEpoch, Rank};
 use kvsluice_layout::lease::LeaseTable;
 use kvsluice_layout::planes::GeometryMap;
@@ -13,6 +14,7 @@ use kvsluice_layout::segment::{HEADER_BYTES, SegmentHeader, SegmentKind};
 use kvsluice_transport::attach::{
     Admission, Admitted, Call, Hello, Mismatch, PROTOCOL, Reunion, Survived, Takeover, Welcome,
 };
+use kvsluice_transport::charter::{read_charter, write_charter};
 use kvsluice_transport::clock::Clock;
 use kvsluice_transport::link::Peer;
 use kvsluice_transport::lock::{Holder, RoleLock};
@@ -239,6 +241,18 @@ impl Ground<'_> {
         let mut words = [0; HEADER_BYTES / 8];
         control.copy_out(0, &mut words);
         let channel = ChannelId(SegmentHeader::from_words(&words).channel.get());
+        // Before anything else of it is read: another geometry may well have the same sizes.
+        let charter = read_charter(&control)?;
+        let (found, expected) = (geometry_hash(&charter.geometry), geometry_hash(&self.options.geometry));
+        if found != expected || charter.map()? != self.region {
+            return Err(ProcessError::OtherCharter {
+                model: charter.geometry.model,
+                found,
+                found_ring: charter.ring_bytes,
+                expected,
+                ring: self.region.ring_bytes() as u64,
+            });
+        }
         let pool = open_writer(&pool_fd, &self.wanted(SegmentKind::Pool, Some(channel), mode))?;
         // Another geometry has other sizes; rounded up to whole pages as they were made.
         let sizes = [
@@ -361,6 +375,8 @@ impl Ground<'_> {
             self.map.clone(),
             self.region.clone(),
         );
+        let charter = Charter::new(&self.options.geometry, &self.region, &self.capability());
+        write_charter(&memory, &self.region, &charter)?;
         control.make_ready();
         pool.make_ready();
         let found = Found {
@@ -388,13 +404,18 @@ impl Ground<'_> {
         }
     }
 
-    fn host(&self, found: Found, backend: Arc<dyn Backend>, seated: &[Seated]) -> Host {
+    fn capability(&self) -> Capability {
         let geometry = &self.options.geometry;
         let copy = geometry.groups.iter().all(|group| group.gather_blocks > 0);
         let kinds = SourceKinds {
             source_only: true,
             copy,
         };
+        Capability::of(geometry, SelectionUnit::Block, kinds, self.epoch)
+    }
+
+    fn host(&self, found: Found, backend: Arc<dyn Backend>, seated: &[Seated]) -> Host {
+        let geometry = &self.options.geometry;
         let place = |rank| match seated.iter().find(|(seated, ..)| *seated == Rank(rank)) {
             Some((_, pid, worker, segment)) => Place {
                 chair: Chair::Taken,
@@ -411,7 +432,7 @@ impl Ground<'_> {
         };
         Host {
             lock: None,
-            capability: Capability::of(geometry, SelectionUnit::Block, kinds, self.epoch),
+            capability: self.capability(),
             needs_copy: self.options.workload.sources == Sources::Copy,
             geometry: toml::to_string(geometry).unwrap_or_default(),
             reserve: self.reserve(),

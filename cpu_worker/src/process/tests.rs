@@ -244,6 +244,42 @@ fn x21_named_segments_go_with_a_normal_exit() {
 }
 
 #[test]
+fn x26_named_segments_are_recovered_only_for_the_geometry_that_they_were_made_for() {
+    let temp = tempfile::tempdir().unwrap();
+    let [shm, crashed] = [(); 2].map(|()| tempfile::tempdir_in("/dev/shm").unwrap());
+    let with = |folder: &Path, geometry| ProducerOptions {
+        residence: Residence::Persistent(folder.to_owned()),
+        geometry,
+        attach_patience_ms: 0,
+        ..options(temp.path())
+    };
+    let files = ["engine.control", "engine.pool"];
+    // What SIGKILL would leave: the files as they were while the channel was in use.
+    let keep = |from: &Path, to: &Path| {
+        for file in files {
+            std::fs::copy(from.join(file), to.join(file)).unwrap();
+        }
+    };
+    let ready = |folder: &Path, geometry, then: &dyn Fn()| {
+        let mut recovered = false;
+        let ended = run_producer(&with(folder, geometry), &AtomicBool::new(false), &mut |event| {
+            then();
+            recovered |= matches!(event, Event::Recovered { .. });
+        });
+        assert!(matches!(ended, Err(ProcessError::NoWorkers { .. })), "{ended:?}");
+        recovered
+    };
+    assert!(!ready(shm.path(), geometry(), &|| keep(shm.path(), crashed.path())));
+    // Every size is the same.
+    let mut other = geometry();
+    other.model = "tuned".into();
+    keep(crashed.path(), shm.path());
+    assert!(!ready(shm.path(), other, &|| {}));
+    keep(crashed.path(), shm.path());
+    assert!(ready(shm.path(), geometry(), &|| {}));
+}
+
+#[test]
 fn x20_a_second_producer_is_refused_with_the_pid_of_the_first() {
     let temp = tempfile::tempdir().unwrap();
     let _first = RoleLock::acquire(&channel(temp.path()), Role::Producer, ProcessEpoch(1), Duration::ZERO).unwrap();
