@@ -26,8 +26,9 @@ impl<C: SharedMut, R: Shared, P: SharedMut> Hands<C, R, P> {
             transfer.terminal = Some(completion.terminal);
             let planned = planned_bytes(&self.layers, request);
             let costs = &mut request.record.costs;
-            costs.h2d_bytes += completion.bytes_moved.min(planned);
-            costs.gpu_scatter_bytes += completion.bytes_moved.saturating_sub(planned);
+            costs.h2d_bytes = costs.h2d_bytes.saturating_add(completion.bytes_moved.min(planned)); // X33: a rank's word
+            let scattered = completion.bytes_moved.saturating_sub(planned);
+            costs.gpu_scatter_bytes = costs.gpu_scatter_bytes.saturating_add(scattered);
         }
         let terminal = match transfer.terminal {
             Some(terminal) if !transfer.aborting => terminal,
@@ -107,7 +108,7 @@ impl<C: SharedMut, R: Shared, P: SharedMut> Hands<C, R, P> {
         }
         let costs = &mut request.record.costs;
         costs.blocks_released += released; // R66: apart from the bytes that moved
-        costs.gpu_compaction_bytes += completion.bytes_moved;
+        costs.gpu_compaction_bytes = costs.gpu_compaction_bytes.saturating_add(completion.bytes_moved); // X33
         let retain_us = &mut costs.retain_us;
         let device_ns = completion.device_ns;
         if device_ns > 0 {
