@@ -1,6 +1,6 @@
 //! Registered host memory: what a device may read and write on the host side, pinned chunk by chunk (X31).
 //!
-//! The bookkeeping is the same for every device; only [`Pin`] differs. Every copy is resolved here before it is queued,
+//! The bookkeeping is the same for every device; only `Pin` differs. Every copy is resolved here before it is queued,
 //! so that no offset that a peer chose reaches a copy engine unchecked.
 
 use thiserror::Error;
