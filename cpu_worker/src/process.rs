@@ -244,8 +244,8 @@ struct Process<'a> {
     was_complete: bool,
     /// When the last worker took its seat and how many transfers were Done then, until the next one is.
     resuming: Option<(u64, u64)>,
-    /// The last report of a broken ring, which is said once.
-    broken: Option<(Rank, Position, u64)>,
+    /// The last rank that reported a broken ring, which is said once.
+    broken: Option<Rank>,
 }
 
 impl<'a> Process<'a> {
@@ -465,13 +465,14 @@ impl<'a> Process<'a> {
             return Ok(());
         }
         self.told_ns = now_ns;
-        let broken = self.rounds.producer().broken();
-        if let Some((rank, position, found)) = broken.filter(|_| self.broken != broken) {
+        if let Some((rank, position, found)) = self.rounds.producer().broken()
+            && self.broken != Some(rank)
+        {
             // X33: the word is the rank's to write, so it ends nothing here. A rank that means it detaches, which is seen
             // as its death; one that lies stalls its own records until it is expelled.
             tracing::error!(%rank, %position, found, "a rank reports that the ring is broken (X9); restart both sides");
+            self.broken = Some(rank);
         }
-        self.broken = broken;
         self.look_at_hung(now_ns)?;
         self.host.check_still_there()?;
         let waited_ms = now_ns.saturating_sub(self.started_ns) / 1_000_000;

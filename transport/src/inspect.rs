@@ -5,12 +5,12 @@
 //! notice; what changes while it is read is read again, or left out with a note (X29: readers for diagnosis only poll).
 //! Every byte may be a hostile peer's: it is copied first, and the copy goes through the decoders of the channel itself.
 
+mod choice;
 mod found;
 mod journal;
 mod picture;
 mod report;
 
-use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{Ordering, fence};
@@ -24,9 +24,8 @@ use kvsluice_layout::region::{
 };
 use kvsluice_layout::segment::{READY, SegmentKind};
 
-use crate::charter::read_charter;
 use crate::lock::LockWatch;
-use crate::members::{Member, read_member};
+use crate::members::read_member;
 use crate::names::{ChannelName, ChannelNameError};
 use crate::peers::Peers;
 use crate::runtime_dir::{ChannelDir, RuntimeDir, RuntimeDirError};
@@ -39,8 +38,6 @@ pub use report::{
     RoleReport, SegmentReport,
 };
 
-/// Most bytes before the plan ring: words, membership and the longest charter.
-const HEAD_BYTES: u64 = 1 << 18;
 /// Attempts to see a journal that does not change meanwhile.
 const ATTEMPTS: usize = 8;
 /// Bytes of the directory that are read at a time.
@@ -222,7 +219,7 @@ fn describe(
     mut notes: Vec<String>,
 ) -> Inspection {
     let epochs: Vec<&str> = roles.iter().filter_map(|role| role.epoch.as_deref()).collect();
-    let control = choose_control(&all, &epochs, &mut notes);
+    let control = choice::control(&all, &epochs, &mut notes);
     let mut segments = Vec::new();
     let mut ranks = Vec::new();
     let mut report = None;
@@ -234,7 +231,7 @@ fn describe(
         {
             let SegmentKind::Rank(rank) = found.kind else { continue };
             let member = read_member(head, map, rank);
-            match choose_rank(found, &member, map) {
+            match choice::of_member(found, &member, map) {
                 Ok(()) => own.push((rank, found)),
                 Err(why) => notes.push(format!("{}: {why}", found.path.display())),
             }
@@ -261,84 +258,6 @@ fn describe(
         ranks,
         notes,
     }
-}
-
-/// The control segment of this channel: a process may hold those of several channels, or of several incarnations. It is
-/// the latest one whose producer or members hold the channel's locks.
-fn choose_control<'a>(
-    all: &'a [Found],
-    epochs: &[&str],
-    notes: &mut Vec<String>,
-) -> Option<(&'a Found, Picture, Charter, RegionMap)> {
-    let mut best: Option<(u64, &Found, Picture, Charter, RegionMap)> = None;
-    let mut channels = BTreeSet::new();
-    for found in all
-        .iter()
-        .filter(|found| found.kind == SegmentKind::Control && found.is_whole())
-    {
-        let at = found.path.display();
-        let head = match Picture::take(&found.file, found.bytes.min(HEAD_BYTES) as usize & !7) {
-            Ok(head) => head,
-            Err(error) => {
-                notes.push(format!("{at} cannot be read: {error}"));
-                continue;
-            }
-        };
-        let read = read_charter(&head).and_then(|charter| Ok((charter.map()?, charter)));
-        let (map, charter) = match read {
-            Ok(read) => read,
-            Err(error) => {
-                notes.push(format!("{at}: {error}"));
-                continue;
-            }
-        };
-        if map.control_bytes() as u64 > found.bytes {
-            let (needed, bytes) = (map.control_bytes(), found.bytes);
-            notes.push(format!("{at}: its charter asks for {needed} bytes, it has {bytes}"));
-            continue;
-        }
-        let members = (0..map.ranks()).map(|rank| read_member(&head, &map, Rank(rank)).epoch.0);
-        let named = |epoch: u64| epochs.contains(&hex(epoch).as_str());
-        let belongs = epochs.is_empty() || named(head.load(PRODUCER_EPOCH_AT)) || members.into_iter().any(named);
-        if !belongs {
-            continue;
-        }
-        channels.insert(found.header.channel.get());
-        let incarnation = head.load(INCARNATION_AT);
-        if best.as_ref().is_none_or(|(latest, ..)| incarnation > *latest) {
-            best = Some((incarnation, found, head, charter, map));
-        }
-    }
-    if channels.len() > 1 {
-        let count = channels.len();
-        notes.push(format!(
-            "{count} channels of these processes have the same epochs: this may be another one"
-        ));
-    }
-    if best.is_none() && !all.is_empty() {
-        notes.push("no control segment was found that belongs to the processes of this channel".into());
-    }
-    best.map(|(_, found, head, charter, map)| (found, head, charter, map))
-}
-
-/// Whether a segment is the one of the worker that answers for its rank.
-fn choose_rank(found: &Found, member: &Member, map: &RegionMap) -> Result<(), String> {
-    if let Some(refused) = &found.refused {
-        return Err(refused.clone());
-    }
-    let needed = SLOTS_AT + map.ring_bytes();
-    if found.bytes < needed as u64 {
-        return Err(format!("has {} bytes, expected at least {needed}", found.bytes));
-    }
-    let words = read_words(&found.file, WORKER_EPOCH_AT as u64, 1).map_err(|error| error.to_string())?;
-    let epoch = words.first().copied().unwrap_or(0);
-    if member.epoch.0 != 0 && epoch != member.epoch.0 {
-        let (found, expected) = (hex(epoch), hex(member.epoch.0));
-        return Err(format!(
-            "is of worker {found}, but worker {expected} answers for the rank"
-        ));
-    }
-    Ok(())
 }
 
 /// Reads the journal with the ranks' answers, and everything else.

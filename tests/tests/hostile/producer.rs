@@ -304,14 +304,12 @@ fn x33_a_producer_with_arbitrary_plans_gets_an_answer_to_each_and_the_worker_liv
         // What the worker may be reading just now, but for the framing.
         let begin = victim.rank.load(CONSUMED_AT).max(victim.tail.saturating_sub(1024));
         if begin + 128 < victim.tail && random.bool() {
-            let at = (random.u64(begin + 64..victim.tail)) & !7;
+            let at = random.u64(begin + 64..victim.tail) & !7;
             // The first lines of records, with their lengths, are left alone: see the other test.
-            if victim.control.load(victim.shape.at + victim.shape.offset(at & !63)) != (at & !63) + 1
-                && !at.is_multiple_of(64)
-            {
-                victim
-                    .control
-                    .store(victim.shape.at + victim.shape.offset(at), random.u64(..));
+            let (line, ring) = (at & !63, victim.shape);
+            let begins_record = victim.control.load(ring.at + ring.offset(line)) == line + 1;
+            if !begins_record && at != line {
+                victim.control.store(ring.at + ring.offset(at), random.u64(..));
             }
         }
         for _ in 0..16 {
