@@ -16,6 +16,6 @@ for fault in x10_relaxed_commit x12_relaxed_terminal; do
         echo "$fault was not found"
         exit 1
     }
-    echo "$log" | grep -q "data race" || { echo "$log" | tail -20; exit 1; }
+    echo "$log" | grep -qE "data race|proof::threads.*FAILED" || { echo "$log" | tail -20; exit 1; }
     echo "$fault: found"
 done

@@ -17,7 +17,7 @@ use crate::port::{Incoming, Outcome, Port};
 use crate::producer::tests::{Bench, upload};
 use crate::shared::Heap;
 
-const ROUNDS: u64 = if cfg!(miri) { 24 } else { 4_000 };
+const ROUNDS: u64 = if cfg!(miri) { 6 } else { 4_000 };
 const BLOCKS: usize = 64;
 const RANKS: usize = 2;
 
