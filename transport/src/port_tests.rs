@@ -20,7 +20,9 @@ fn x33_a_first_position_that_is_none_is_survived() {
         for word in [0, 1, first.wrapping_add(1), u64::MAX] {
             // Miri takes its time for each word, and every position above is near a line that is stored to.
             let step = if cfg!(miri) { 511 } else { 1 };
-            (0..shape.bytes / 8).step_by(step).for_each(|at| ring.store(shape.at + at * 8, word));
+            (0..shape.bytes / 8)
+                .step_by(step)
+                .for_each(|at| ring.store(shape.at + at * 8, word));
             let (rank, leases) = (bench.segments[0].clone(), LeaseTable::new(&bench.geometry));
             let mut port = Port::new(
                 ring.clone(),
