@@ -17,8 +17,10 @@ use crate::tables::{StageError, Staged, TableFault};
 
 /// What a job came to.
 pub(super) enum Next {
-    /// It waits for the device, for room, or for another job.
+    /// It waits for the device, or for another job.
     Wait,
+    /// It waits for room on the device.
+    NoRoom,
     /// It moved on.
     Worked,
     /// It is terminal.
@@ -31,14 +33,16 @@ enum Stage {
     Unstarted,
     /// Some fragments are submitted: the next are those of `row` from `fragment` on.
     Submitting { row: usize, fragment: usize },
+    /// A Reset: what failed before is reported by this event, and not by the one that the Reset ends with.
+    Settling(Event),
+    /// A Reset: the device's tables are emptied.
+    Emptying,
     /// Everything is submitted behind the event.
     Copying(Event),
-    /// The blocks are to be the request's, whose tables another change holds.
-    Owning,
     /// The bytes are compared with the plan's tags.
     Verifying,
-    /// Nothing is left to do.
-    Ended,
+    /// Tables and owner sets change, last: an operation that fails leaves them as they were (R59).
+    Applying,
 }
 
 /// One accepted operation.
@@ -51,7 +55,6 @@ pub(super) struct Job {
     failed: bool,
     started_ns: Option<u64>,
     bytes: u64,
-    digest: u64,
     target: Option<u64>,
     generation: Option<PoolGeneration>,
     /// Tables that a Reset has emptied so far.
@@ -69,7 +72,6 @@ impl Job {
             failed: false,
             started_ns: None,
             bytes: 0,
-            digest: 0,
             target: None,
             generation: None,
             emptied: 0,
@@ -122,7 +124,7 @@ impl Job {
     /// Gives back what the job holds on the device, at its terminal.
     pub(super) fn close<D: Device>(&mut self, hands: &mut Hands<D>) {
         hands.give(self.ticket.position());
-        if let Stage::Copying(event) = std::mem::replace(&mut self.stage, Stage::Ended) {
+        if let Stage::Copying(event) | Stage::Settling(event) = std::mem::replace(&mut self.stage, Stage::Applying) {
             hands.device.release(event);
         }
         if let Some(staged) = self.staged.take() {
@@ -147,6 +149,15 @@ impl Job {
             Stage::Unstarted if self.superseded => Next::Finish(Outcome::superseded(false, 0)),
             Stage::Unstarted => self.start(plan, hands, alone, target_open),
             Stage::Submitting { row, fragment } => self.submit(plan, hands, row, fragment),
+            Stage::Settling(event) => match hands.event_state(event) {
+                EventState::Pending => Next::Wait,
+                EventState::Failed if planted("x24a_reset_inherits_failures") => Next::Finish(Outcome::failed()),
+                EventState::Done | EventState::Failed => {
+                    self.stage = Stage::Emptying;
+                    Next::Worked
+                }
+            },
+            Stage::Emptying => self.empty(hands),
             Stage::Copying(event) => match hands.event_state(event) {
                 EventState::Pending if !planted("x13_done_before_event") => Next::Wait,
                 state => {
@@ -156,15 +167,17 @@ impl Job {
                     {
                         self.failed |= hands.readers.failed(&mut hands.device, writer); // X12
                     }
-                    self.stage = Stage::Ended;
+                    self.stage = Stage::Applying;
                     self.copied(plan, hands)
                 }
             },
-            Stage::Owning => self.moved(plan, hands),
             Stage::Verifying => self.verify(plan, hands),
-            Stage::Ended => self.end(),
+            Stage::Applying => self.apply(plan, hands),
         };
-        if matches!(next, Next::Worked) && self.started_ns.is_none() {
+        // D5: also an operation for which a stalled device never has room.
+        let asks =
+            matches!(next, Next::Worked) || (matches!(next, Next::NoRoom) && !planted("d5_want_of_room_is_no_run"));
+        if asks && self.started_ns.is_none() {
             self.started_ns = Some(now_ns);
         }
         match next {
@@ -185,16 +198,26 @@ impl Job {
             Kind::Abort | Kind::Padding => Next::Finish(Outcome::done(0, 0, 0)),
             Kind::Reset if !alone && !planted("x24a_reset_without_drain") => Next::Wait,
             Kind::Reset if hands.readers.any_read() => Next::Wait,
-            Kind::Reset => self.start_reset(hands),
+            Kind::Reset => Self::settle(hands).map_or(Next::NoRoom, |event| {
+                self.stage = Stage::Settling(event);
+                Next::Worked
+            }),
         }
     }
 
-    /// Makes every table in device memory one without blocks, behind the engine's reader fence: nothing that was
-    /// enqueued reads a table or a block any more, and nothing that is enqueued later finds an old block (X24a).
-    fn start_reset<D: Device>(&mut self, hands: &mut Hands<D>) -> Next {
-        if !hands.fence(Queue::CopyIn) {
-            return Next::Wait;
+    /// Makes the copy queue wait for the engine's reader fence: nothing that was enqueued reads a table or a block behind
+    /// the event (X24a). A failure that nobody was told of yet, and one that compute and copies pass to each other by
+    /// their fences, ends with this event: else no Reset would ever be Done.
+    fn settle<D: Device>(hands: &mut Hands<D>) -> Option<Event> {
+        if hands.fence(Queue::CopyIn) {
+            hands.device.record(Queue::CopyIn).ok()
+        } else {
+            None
         }
+    }
+
+    /// Makes every table in device memory one without blocks: nothing that is enqueued later finds an old block (X24a).
+    fn empty<D: Device>(&mut self, hands: &mut Hands<D>) -> Next {
         // Nothing else is open, so the tables stay what they are until the event.
         let slots: Vec<TableSlot> = hands.tables.export().map(|request| request.slot()).collect();
         let keep = planted("x24a_reset_keeps_device_tables");
@@ -205,13 +228,16 @@ impl Job {
             }
             self.emptied += 1;
         }
+        if self.emptied < slots.len() {
+            return Next::NoRoom;
+        }
         let Ok(event) = hands.device.record(Queue::CopyIn) else {
-            return Next::Wait;
+            return Next::NoRoom;
         };
         // Compute that is enqueued from now on sees the emptied tables, never one that is just being emptied (D10).
-        if hands.device.wait(Queue::Compute, event).is_err() || self.emptied < slots.len() {
+        if hands.device.wait(Queue::Compute, event).is_err() {
             hands.device.release(event);
-            return Next::Wait;
+            return Next::NoRoom;
         }
         self.stage = Stage::Copying(event);
         Next::Worked
@@ -240,7 +266,8 @@ impl Job {
         {
             Ok(()) => {}
             // Held by a reader without a fence (X18), or no room: try again. A lost device is seen by the step.
-            Err(StartError::Held { .. } | StartError::Record(_) | StartError::Wait(_)) => return Next::Wait,
+            Err(StartError::Held { .. }) => return Next::Wait,
+            Err(StartError::Record(_) | StartError::Wait(_)) => return Next::NoRoom,
             Err(StartError::Unknown { .. }) => return Next::Finish(Outcome::failed()),
         }
         hands.take(Queue::CopyIn, self.ticket.position());
@@ -261,7 +288,7 @@ impl Job {
         }
         // D6: a copy to the host starts behind the compute that made its bytes.
         if !planted("d6_no_compute_fence") && !hands.fence(Queue::CopyOut) {
-            return Next::Wait;
+            return Next::NoRoom;
         }
         hands.take(Queue::CopyOut, self.ticket.position());
         self.stage = Stage::Submitting { row: 0, fragment: 0 };
@@ -300,7 +327,7 @@ impl Job {
                             row: at,
                             fragment: skip,
                         };
-                        return if worked { Next::Worked } else { Next::Wait };
+                        return if worked { Next::Worked } else { Next::NoRoom };
                     }
                     Err(error) => {
                         tracing::error!(rank = hands.rank.0, position = %self.ticket.position(), %error, "submit");
@@ -330,12 +357,12 @@ impl Job {
             fragment: 0,
         };
         let Ok(event) = hands.device.record(queue) else {
-            return Next::Wait;
+            return Next::NoRoom;
         };
         // Compute that is enqueued from now on sees the new tables and the moved bytes (R57).
         if self.staged.is_some() && hands.device.wait(Queue::Compute, event).is_err() {
             hands.device.release(event);
-            return Next::Wait;
+            return Next::NoRoom;
         }
         hands.give(self.ticket.position());
         self.stage = Stage::Copying(event);
@@ -386,7 +413,7 @@ impl Job {
             }
             Ok(false) => {
                 hands.tables.discard(staged);
-                Next::Wait
+                Next::NoRoom
             }
             Err(refusal) => {
                 hands.tables.discard(staged);
@@ -456,11 +483,7 @@ impl Job {
 
     fn swap<D: Device>(&mut self, hands: &mut Hands<D>, staged: Staged) -> Next {
         match hands.tables.swap(staged) {
-            Some(swapped) => {
-                self.digest = swapped.digest;
-                self.stage = Stage::Ended;
-                Next::Worked
-            }
+            Some(swapped) => Next::Finish(Outcome::done(self.bytes, 0, swapped.digest)),
             None => Next::Finish(Outcome::superseded(true, self.bytes)),
         }
     }
@@ -481,49 +504,39 @@ impl Job {
         if self.superseded && self.staged.is_none() {
             return Next::Finish(Outcome::superseded(true, self.bytes)); // X15
         }
-        if let Some(staged) = self.staged.take()
-            && let next @ Next::Finish(_) = self.swap(hands, staged)
-        {
-            return next;
-        }
-        self.moved(plan, hands)
-    }
-
-    /// All bytes are where the plan wants them.
-    fn moved<D: Device>(&mut self, plan: &Plan<'_>, hands: &mut Hands<D>) -> Next {
-        if plan.kind() == Kind::Upload
-            && let Err(next) = self.own(plan, hands)
-        {
-            return next;
-        }
         if hands.verifier.wants(plan) {
             self.stage = Stage::Verifying;
+            return Next::Worked;
         }
-        Next::Worked
+        self.apply(plan, hands)
+    }
+
+    /// All bytes are where the plan wants them: tables and owner sets follow.
+    fn apply<D: Device>(&mut self, plan: &Plan<'_>, hands: &mut Hands<D>) -> Next {
+        if let Some(staged) = self.staged.take() {
+            return self.swap(hands, staged);
+        }
+        match plan.kind() {
+            Kind::Upload => self.own(plan, hands),
+            _ => Next::Finish(Outcome::done(self.bytes, 0, 0)),
+        }
     }
 
     /// The written blocks belong to the request from now on; its tables do not name them yet.
-    fn own<D: Device>(&mut self, plan: &Plan<'_>, hands: &mut Hands<D>) -> Result<(), Next> {
+    fn own<D: Device>(&mut self, plan: &Plan<'_>, hands: &mut Hands<D>) -> Next {
         let mut staged = match hands.tables.stage(plan.request(), &plan.operation()) {
             Ok(staged) => staged,
-            Err(StageError::Busy) => {
-                // The bytes are there; the request's other change ends first.
-                self.stage = Stage::Owning;
-                return Err(Next::Wait);
-            }
-            Err(error) => return Err(Next::Finish(Outcome::rejected(refusal_of_stage(&error)))),
+            Err(StageError::Busy) => return Next::Wait, // the request's other change ends first
+            Err(error) => return Next::Finish(Outcome::rejected(refusal_of_stage(&error))),
         };
         for (at, row) in plan.rows().iter().enumerate() {
             let blocks = plan.pairs(row).iter().map(|pair| pair.destination);
             if staged.own(GroupId(row.group), blocks).is_err() {
                 hands.tables.discard(staged);
-                return Err(Next::Finish(Outcome::rejected(rows(at))));
+                return Next::Finish(Outcome::rejected(rows(at)));
             }
         }
-        match self.swap(hands, staged) {
-            Next::Finish(outcome) => Err(Next::Finish(outcome)),
-            _ => Ok(()),
-        }
+        self.swap(hands, staged)
     }
 
     fn verify<D: Device>(&mut self, plan: &Plan<'_>, hands: &mut Hands<D>) -> Next {
@@ -546,20 +559,14 @@ impl Job {
                 if mismatched > 0 {
                     tracing::error!(rank = rank.0, position = %self.ticket.position(), mismatched, "wrong bytes");
                 }
-                self.failed |= verify == EventState::Failed;
-                self.stage = Stage::Ended;
+                if verify == EventState::Failed && !planted("r59_unverified_applies") {
+                    return Next::Finish(Outcome::failed());
+                }
+                self.stage = Stage::Applying;
                 Next::Worked
             }
             EventState::Pending => Next::Wait,
         }
-    }
-
-    fn end(&self) -> Next {
-        Next::Finish(if self.failed {
-            Outcome::failed()
-        } else {
-            Outcome::done(self.bytes, 0, self.digest)
-        })
     }
 }
 
