@@ -7,6 +7,7 @@
 mod channel;
 mod event;
 mod options;
+mod report;
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -283,7 +284,7 @@ impl<'a> Process<'a> {
         let opened = channel::open(options, &lock, epoch, map.clone(), region, &*clock)?;
         let Opened {
             host,
-            producer,
+            mut producer,
             store,
             control,
             survivors,
@@ -291,10 +292,18 @@ impl<'a> Process<'a> {
         } = opened;
         let incarnation = producer.incarnation();
         let (in_flight, tail) = (producer.in_flight() as u64, producer.tail().get());
+        let report = match recovered {
+            true => report::agreed(&mut producer, &survivors, options, &*clock),
+            false => None,
+        };
         let mut rounds = Rounds::new(producer, store, map, trace, options.workload, clock.clone())?;
         if log.is_some() {
             rounds.keep_log();
         }
+        let adopted = match report {
+            Some(report) => rounds.adopt(&report)?,
+            None => None,
+        };
         let waiter = Waiter::new(Futexes, Idle::default());
         let bell = waiter.bell().clone();
         let watcher = Watcher::start(Arc::new(move || bell.ring())).map_err(system("start the watcher"))?;
@@ -350,6 +359,8 @@ impl<'a> Process<'a> {
                 in_flight,
                 warm_blocks,
                 tail,
+                adopted: adopted.is_some(),
+                resumed_requests: adopted.map_or(0, |adopted| adopted.resumed),
             });
         }
         Ok(process)

@@ -155,6 +155,40 @@ impl Residency {
         }
     }
 
+    /// What an earlier producer made resident and every rank holds (X25). The caller has claimed the blocks that the
+    /// tables name: each has a transfer reference, which the tables' references take the place of.
+    pub fn resumed(
+        request_epoch: RequestEpoch,
+        pool_generation: PoolGeneration,
+        revisions: (MapRevision, SelectionRevision),
+        tables: Vec<LayerTable>,
+        owners: &mut Owners,
+    ) -> Result<Self, OwnerError> {
+        for table in &tables {
+            let owner = owners.of(table.group())?;
+            let mut named = table.named().iter();
+            named.try_for_each(|block| owner.acquire(*block, Reference::Layer))?;
+        }
+        let mut named: Vec<_> = tables
+            .iter()
+            .flat_map(|table| table.named().iter().map(|block| (table.group(), *block)))
+            .collect();
+        named.sort_unstable();
+        named.dedup();
+        for (group, block) in named {
+            owners.of(group)?.release(block, Reference::Transfer)?;
+        }
+        let (map_revision, revision) = revisions;
+        Ok(Self {
+            request_epoch,
+            pool_generation,
+            map_revision,
+            revision,
+            tables,
+            staged: None,
+        })
+    }
+
     /// Life of the request.
     pub fn request_epoch(&self) -> RequestEpoch {
         self.request_epoch

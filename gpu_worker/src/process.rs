@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use crossbeam_utils::Backoff;
 use kvsluice_layout::capability::{Capability, CapabilityError, SelectionUnit, SourceKinds, negotiate};
-use kvsluice_layout::export::{RequestExport, ResidencyExport};
+use kvsluice_layout::export::ResidencyExport;
 use kvsluice_layout::geometry::{Geometry, GeometryError};
-use kvsluice_layout::ids::{GroupId, Position, ProcessEpoch, Rank};
+use kvsluice_layout::ids::{Position, ProcessEpoch, Rank};
 use kvsluice_layout::lease::LeaseTable;
 use kvsluice_layout::planes::GeometryMap;
 use kvsluice_layout::region::{
@@ -339,6 +339,10 @@ impl SurvivorState for NothingHeld {
             "let it attach to the new producer",
         ))
     }
+
+    fn residency(&mut self) -> Vec<u8> {
+        Vec::new() // nobody is handed anything, so nobody asks
+    }
 }
 
 /// What this build can do with a geometry: copy needs a gather region in every group.
@@ -532,24 +536,31 @@ struct Door {
     control: OwnedFd,
     pool: OwnedFd,
     segment: OwnedFd,
-    residency: Vec<u8>,
     /// The process that this worker works for, unless it is proven dead.
     producer_lives: Option<u32>,
 }
 
-impl SurvivorState for Door {
+/// Who answers at the door.
+struct Doorkeeper<'a> {
+    door: &'a Door,
+    worker: &'a Worker<Mapping, MappingMut, HostDevice>,
+}
+
+impl SurvivorState for Doorkeeper<'_> {
     fn holdings(&mut self, call: &Call) -> Result<Holdings<'_>, Mismatch> {
         // X20: the lock of a producer that lives may have been deleted from under it; its proof cannot.
-        if let Some(pid) = self.producer_lives {
+        if let Some(pid) = self.door.producer_lives {
             return Err(Mismatch::occupied("producer", format!("pid {}", call.pid), Some(pid)));
         }
         Ok(Holdings {
-            surviving: self.surviving.clone(),
-            control: self.control.as_fd(),
-            pool: self.pool.as_fd(),
-            rank: self.segment.as_fd(),
-            residency: self.residency.clone(),
+            surviving: self.door.surviving.clone(),
+            control: self.door.control.as_fd(),
+            pool: self.door.pool.as_fd(),
+            rank: self.door.segment.as_fd(),
         })
+    }
+    fn residency(&mut self) -> Vec<u8> {
+        export(self.worker)
     }
 }
 
@@ -589,7 +600,6 @@ impl Process {
             control,
             pool: pool_fd,
             segment: accepted.rank,
-            residency: Vec::new(),
             producer_lives: None,
         };
         Ok(Self {
@@ -699,10 +709,13 @@ impl Process {
         if !std::mem::take(&mut self.knocked) && !self.lost {
             return Ok(());
         }
-        self.door.residency = export(&self.worker);
         let proof = self.producer.proof();
         self.door.producer_lives = (!proof.is_dead()).then(|| proof.holder().shown_pid().unwrap_or(0));
-        for verdict in self.survivor.poll(now_ns, &mut self.door)? {
+        let mut doorkeeper = Doorkeeper {
+            door: &self.door,
+            worker: &self.worker,
+        };
+        for verdict in self.survivor.poll(now_ns, &mut doorkeeper)? {
             match verdict {
                 Verdict::Adopted {
                     incarnation,
@@ -735,20 +748,10 @@ impl Process {
 /// What this rank's device holds, for a new producer.
 fn export(worker: &Worker<Mapping, MappingMut, HostDevice>) -> Vec<u8> {
     let tables = worker.tables();
-    let requests = tables.export().map(|request| RequestExport {
-        request: request.request().to_vec(),
-        epoch: request.epoch(),
-        map_revision: request.map_revision(),
-        selection_revision: request.selection_revision(),
-        digest: request.digest(),
-        owned: (0..tables.groups())
-            .map(|group| request.owned(GroupId(group)).to_vec())
-            .collect(),
-    });
     let export = ResidencyExport {
         pool_generation: worker.port().generation(),
         digest: tables.digest(),
-        requests: requests.collect(),
+        requests: tables.export().map(|request| request.to_export()).collect(),
     };
     serde_json::to_vec(&export).unwrap_or_default()
 }

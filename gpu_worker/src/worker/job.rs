@@ -13,7 +13,7 @@ use kvsluice_transport::port::{Outcome, Ticket};
 use super::{Hands, rows};
 use crate::device::{Device, Event, EventState, Fragment, Queue, SubmitError, TableError, TableSlot};
 use crate::readers::{StartError, WriterId};
-use crate::tables::{StageError, Staged, TableFault};
+use crate::tables::{NewTable, StageError, Staged, TableFault};
 
 /// What a job came to.
 pub(super) enum Next {
@@ -586,12 +586,16 @@ fn order_row<D: Device>(plan: &Plan<'_>, hands: &mut Hands<D>, at: usize, row: &
 /// Applies the rows of a Keep or Retain to a staged state.
 fn stage_rows(plan: &Plan<'_>, staged: &mut Staged) -> Result<(), Refusal> {
     for (at, row) in plan.rows().iter().enumerate() {
-        let pairs = plan.pairs(row);
+        let table = NewTable {
+            pairs: plan.pairs(row),
+            tags: plan.tags(row),
+            valid_tokens: row.valid_tokens,
+        };
         let (layer, group) = (DecoderLayer(row.layer), GroupId(row.group));
         let applied = match plan.mode() {
-            Some(RetainMode::SharedTable) => staged.remap_shared(group, pairs, row.valid_tokens),
-            Some(RetainMode::LayerTables) => staged.remap_layer(layer, pairs, row.valid_tokens),
-            Some(RetainMode::ByteMove) => staged.move_layer(layer, pairs, row.valid_tokens),
+            Some(RetainMode::SharedTable) => staged.remap_shared(group, table),
+            Some(RetainMode::LayerTables) => staged.remap_layer(layer, table),
+            Some(RetainMode::ByteMove) => staged.move_layer(layer, table),
             None => Ok(()),
         };
         applied.map_err(|fault| refusal_of_table(at, &fault))?;
