@@ -14,6 +14,9 @@ use crate::owner::Owners;
 use crate::residency::Residency;
 use crate::trace::{TraceError, TraceRequest};
 
+/// No request is changed so often.
+const REVISION_END: u64 = 1 << 56;
+
 /// What became of the requests that the ranks hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Adopted {
@@ -46,6 +49,15 @@ where
         let Some(mut owners) = self.claimed(report)? else {
             return Ok(None);
         };
+        // X33: what no earlier producer can have made. Epochs order across restarts (X22).
+        let incarnation = producer.incarnation().get();
+        let is_plausible = |held: &RequestExport| {
+            let revisions = [held.map_revision.get(), held.selection_revision.get()];
+            held.epoch.get() >> 32 < incarnation && revisions.iter().all(|revision| *revision < REVISION_END)
+        };
+        if !report.requests.iter().all(is_plausible) {
+            return Ok(None);
+        }
         let numbered = report
             .requests
             .iter()
@@ -53,6 +65,9 @@ where
         let Some(mut held) = numbered.collect::<Option<BTreeMap<u64, &RequestExport>>>() else {
             return Ok(None);
         };
+        if held.len() < report.requests.len() {
+            return Ok(None); // one request twice
+        }
         let until = held.last_key_value().map_or(0, |(last, _)| last.saturating_add(1));
         let mut read = Vec::new();
         while self.admitted < until
