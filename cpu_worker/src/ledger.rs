@@ -320,7 +320,9 @@ impl Ledger {
             }
             return Ok(if duplicate { Acked::Duplicate } else { Acked::Ignored });
         };
-        if (ack.key, ack.revision) != (entry.key, entry.revision) {
+        // R45: every part of the key.
+        let same = (ack.key, ack.revision) == (entry.key, entry.revision);
+        if !same && !planted("ledger_knows_operations_by_number") {
             return Err(AckError::Conflict {
                 found: ack.key,
                 found_revision: ack.revision,

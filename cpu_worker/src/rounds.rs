@@ -41,7 +41,7 @@ pub use options::{Agreement, Keeping, OptionsError, Sources, Tables, WorkloadOpt
 pub use report::{Costs, RetainCosts, RetainedBy, RoundRecord, Tally, UploadKind};
 
 use crate::ledger::Ledger;
-use crate::owner::{Owners, Reference};
+use crate::owner::Owners;
 use crate::planner::Planner;
 use crate::residency::Residency;
 use crate::selector::Selector;
@@ -417,9 +417,6 @@ where
         residency
             .close(&mut hands.owners, &mut Vec::new())?
             .settle(&mut hands.owners)?;
-        for (group, block) in request.named_by_devices.drain(..) {
-            hands.owners.of(group)?.release(block, Reference::Transfer)?;
-        }
         match ending {
             Ending::Preempted if !self.stopping => {
                 hands.tally.preempted += 1;

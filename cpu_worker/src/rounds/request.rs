@@ -2,8 +2,8 @@
 #![forbid(unsafe_code)]
 
 use kvsluice_layout::ids::{
-    BlockCount, DecoderLayer, GroupId, LogicalBlock, MapRevision, OperationId, PhysicalBlock, PoolGeneration,
-    RequestEpoch, SelectionRevision, TokenCount,
+    BlockCount, DecoderLayer, LogicalBlock, MapRevision, OperationId, PoolGeneration, RequestEpoch, SelectionRevision,
+    TokenCount,
 };
 use kvsluice_layout::record::Terminal;
 
@@ -96,8 +96,6 @@ pub(super) struct Request {
     pub(super) blocks: BlockCount,
     /// By planned layer: slots of the table that the devices hold. Later slots are new to them.
     pub(super) device_slots: Vec<u32>,
-    /// Blocks that the devices' tables still name after a commit that replaced ours: kept until the Retain.
-    pub(super) named_by_devices: Vec<(GroupId, PhysicalBlock)>,
     /// Times that the device failed.
     pub(super) failures: u32,
     /// The request has finished: no more rounds.
@@ -128,7 +126,6 @@ impl Request {
             selection: Vec::new(),
             blocks: BlockCount(0),
             device_slots: Vec::new(),
-            named_by_devices: Vec::new(),
             failures: 0,
             finished: false,
             record: RoundRecord::default(),
@@ -146,7 +143,6 @@ impl Request {
             Step::Upload
         };
         self.device_slots = vec![0; layers.len()];
-        self.named_by_devices.clear();
         self.selection.clear();
     }
 
