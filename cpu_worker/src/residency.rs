@@ -161,13 +161,15 @@ impl Residency {
         }
     }
 
-    /// What an earlier producer made resident and every rank holds (X25). The caller has claimed the blocks that the
-    /// tables name: each has a transfer reference, which the tables' references take the place of.
+    /// What an earlier producer made resident and every rank holds (X25): the tables, and all blocks that belong to the
+    /// request, each once. The caller has claimed them, so that each has a transfer reference: the tables' references
+    /// take the place of those that they name, and what they do not name stays until its group is retained.
     pub fn resumed(
         request_epoch: RequestEpoch,
         pool_generation: PoolGeneration,
         revisions: (MapRevision, SelectionRevision),
         tables: Vec<LayerTable>,
+        owned: Vec<(GroupId, PhysicalBlock)>,
         owners: &mut Owners,
     ) -> Result<Self, OwnerError> {
         for table in &tables {
@@ -175,14 +177,14 @@ impl Residency {
             let mut named = table.named().iter();
             named.try_for_each(|block| owner.acquire(*block, Reference::Layer))?;
         }
-        let mut named: Vec<_> = tables
-            .iter()
-            .flat_map(|table| table.named().iter().map(|block| (table.group(), *block)))
-            .collect();
-        named.sort_unstable();
-        named.dedup();
-        for (group, block) in named {
-            owners.of(group)?.release(block, Reference::Transfer)?;
+        let mut replaced = Vec::new();
+        for (group, block) in owned {
+            let owner = owners.of(group)?;
+            if owner.references(block).layers == 0 {
+                replaced.push((group, block));
+            } else {
+                owner.release(block, Reference::Transfer)?;
+            }
         }
         let (map_revision, revision) = revisions;
         Ok(Self {
@@ -191,6 +193,7 @@ impl Residency {
             map_revision,
             revision,
             tables,
+            replaced,
             staged: None,
         })
     }

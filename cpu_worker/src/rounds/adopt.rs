@@ -12,6 +12,7 @@ use super::{Mode, Rounds};
 use crate::adoption::{OwnLayer, tables_of};
 use crate::owner::Owners;
 use crate::residency::Residency;
+use crate::table::LayerTable;
 use crate::trace::{TraceError, TraceRequest};
 
 /// No request is changed so often.
@@ -141,21 +142,24 @@ where
         let operation = OperationId(hands.producer.incarnation().get() << 32);
         request.begin(held.epoch, generation, &hands.layers);
         (request.operation, request.issued) = (operation, revisions);
-        match tables {
-            Some(tables) => {
-                let residency = Residency::resumed(held.epoch, generation, revisions, tables, owners)?;
-                request.resume(residency, hands.options.rounds);
-                hands.ledger.resume(&request.id, held.epoch, revisions.0, revisions.1)?;
-                Ok(true)
-            }
-            None => {
-                let of_groups = (0..).map(GroupId).zip(&held.groups);
-                let owned =
-                    of_groups.flat_map(|(group, of)| of.owned.iter().map(move |block| (group, PhysicalBlock(*block))));
-                request.named_by_devices.extend(owned);
-                request.step = Step::End(Ending::Preempted);
-                Ok(false)
-            }
+        let of_groups = (0..).map(GroupId).zip(&held.groups);
+        let owned = of_groups.flat_map(|(group, of)| of.owned.iter().map(move |block| (group, PhysicalBlock(*block))));
+        let known = tables.is_some();
+        let unnamed = || {
+            hands
+                .layers
+                .iter()
+                .map(|plan| LayerTable::empty(plan.layer, plan.group))
+                .collect()
+        };
+        let tables = tables.unwrap_or_else(unnamed);
+        let residency = Residency::resumed(held.epoch, generation, revisions, tables, owned.collect(), owners)?;
+        request.resume(residency, hands.options.rounds);
+        if known {
+            hands.ledger.resume(&request.id, held.epoch, revisions.0, revisions.1)?;
+        } else {
+            request.step = Step::End(Ending::Preempted);
         }
+        Ok(known)
     }
 }
