@@ -161,6 +161,43 @@ impl Residency {
         }
     }
 
+    /// What an earlier producer made resident and every rank holds (X25): the tables, and all blocks that belong to the
+    /// request, each once. The caller has claimed them, so that each has a transfer reference: the tables' references
+    /// take the place of those that they name, and what they do not name stays until its group is retained.
+    pub fn resumed(
+        request_epoch: RequestEpoch,
+        pool_generation: PoolGeneration,
+        revisions: (MapRevision, SelectionRevision),
+        tables: Vec<LayerTable>,
+        owned: Vec<(GroupId, PhysicalBlock)>,
+        owners: &mut Owners,
+    ) -> Result<Self, OwnerError> {
+        for table in &tables {
+            let owner = owners.of(table.group())?;
+            let mut named = table.named().iter();
+            named.try_for_each(|block| owner.acquire(*block, Reference::Layer))?;
+        }
+        let mut replaced = Vec::new();
+        for (group, block) in owned {
+            let owner = owners.of(group)?;
+            if owner.references(block).layers == 0 {
+                replaced.push((group, block));
+            } else {
+                owner.release(block, Reference::Transfer)?;
+            }
+        }
+        let (map_revision, revision) = revisions;
+        Ok(Self {
+            request_epoch,
+            pool_generation,
+            map_revision,
+            revision,
+            tables,
+            replaced,
+            staged: None,
+        })
+    }
+
     /// Life of the request.
     pub fn request_epoch(&self) -> RequestEpoch {
         self.request_epoch

@@ -10,6 +10,7 @@
 //! that it held is free (F12). Device blocks may run out between two requests that both need more: then the younger gives
 //! its blocks back and begins again, so the oldest always comes to its end.
 
+mod adopt;
 mod error;
 mod hands;
 mod layers;
@@ -34,6 +35,7 @@ use kvsluice_transport::clock::Clock;
 use kvsluice_transport::producer::{Completion, Producer, PublishError};
 use kvsluice_transport::shared::{Shared, SharedMut};
 
+pub use adopt::Adopted;
 pub use error::RoundsError;
 pub use options::{Agreement, Keeping, OptionsError, Sources, Tables, WorkloadOptions};
 pub use report::{Costs, RetainCosts, RetainedBy, RoundRecord, Tally, UploadKind};

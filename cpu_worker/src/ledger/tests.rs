@@ -118,6 +118,7 @@ fn r45_every_part_of_the_key_names_the_operation() {
     let operation = pending(&mut ledger, 1, 1, 64);
     let good = ack_of(&operation, 0);
     let key = good.key;
+    assert_eq!(format!("{operation:?}"), format!("{key:?} {:?}", SelectionRevision(1)));
     let others = [
         Ack {
             key: OperationKey {

@@ -641,3 +641,34 @@ fn r57_a_retention_commits_after_all_its_steps_and_names_what_it_released() {
     assert_eq!(retention.released(), [(GroupId(2), PhysicalBlock(0))]);
     assert_eq!(bench.tables(), [vec![1], vec![1]]);
 }
+
+#[test]
+fn x25_a_resumed_residency_references_what_its_tables_name_and_holds_the_rest_until_the_retention() {
+    let mut bench = bench();
+    let group = GroupId(2);
+    let (layers, blocks) = ([10, 11], [3, 5, 6].map(PhysicalBlock));
+    bench.owners.of(group).unwrap().claim(&blocks).unwrap();
+    let table = |layer, logical: [u32; 2], physical: [u32; 2]| {
+        let logical = logical.map(|block| Some(LogicalBlock(block))).to_vec();
+        let physical = physical.map(PhysicalBlock).to_vec();
+        LayerTable::new(DecoderLayer(layer), group, logical, physical, BlockCount(2)).unwrap()
+    };
+    let tables = vec![table(layers[0], [40, 41], [3, 5]), table(layers[1], [50, 41], [3, 5])];
+    let revisions = (MapRevision(4), SelectionRevision(9));
+    let owned = blocks.map(|block| (group, block)).to_vec();
+    let resumed = Residency::resumed(EPOCH, GENERATION, revisions, tables.clone(), owned, &mut bench.owners).unwrap();
+    let references = |owners: &Owners| {
+        blocks.map(|block| {
+            let of = owners.all()[0].references(block);
+            (of.layers, of.transfers)
+        })
+    };
+    assert_eq!(references(&bench.owners), [(2, 0), (2, 0), (0, 1)]);
+    assert_eq!(resumed.replaced(), [(group, PhysicalBlock(6))]);
+    assert_eq!((resumed.tables(), resumed.staged_tables()), (&tables[..], None));
+    assert_eq!((resumed.map_revision(), resumed.revision()), revisions);
+    let mut retired = Vec::new();
+    let abandoned = resumed.close(&mut bench.owners, &mut retired).unwrap();
+    assert_eq!((abandoned.blocks().len(), retired.len()), (0, 3));
+    assert_eq!(bench.owners.all()[0].free_blocks(), BlockCount(8));
+}
