@@ -26,6 +26,7 @@ use kvsluice_layout::region::{
 use kvsluice_transport::attach::{Admission, Admitted, Arrival, Hello, Limits, Mismatch, Reception, TakeoverError};
 use kvsluice_transport::clean::clean;
 use kvsluice_transport::clock::{Clock, Monotonic};
+use kvsluice_transport::death;
 use kvsluice_transport::link::{Link, LinkError, Listener, Peer};
 use kvsluice_transport::liveness::{ExpelError, Life, Proof};
 use kvsluice_transport::lock::{LockError, RoleLock};
@@ -38,7 +39,7 @@ use kvsluice_transport::wait::{Futexes, Idle, Waiter, wake_sleepers};
 use kvsluice_transport::watcher::{DoorWatch, PeerWatch, Watcher};
 use thiserror::Error;
 
-pub use event::{Completions, Event, Latency, Percentiles, Summary, TraceSummary};
+pub use event::{Completions, Event, Latency, Percentiles, STARTS_COLD, Summary, TraceSummary};
 pub use options::{OnRankLost, ProducerOptions, Residence};
 
 use crate::rounds::{Rounds, RoundsError};
@@ -548,6 +549,7 @@ impl<'a> Process<'a> {
                     let pid = newcomer.proof.holder().shown_pid().unwrap_or(pid);
                     // X24: the first position is stored before the Reset at that position is published.
                     self.rounds.producer_mut().join(rank, segment.clone(), epoch, pid);
+                    death::point("joined");
                     self.seat(rank, pid, segment, newcomer.link, newcomer.proof)?;
                     tell(Event::Attached { rank: rank.get(), pid });
                 }

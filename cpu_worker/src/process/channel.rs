@@ -28,7 +28,7 @@ use kvsluice_transport::segment::{
 };
 use kvsluice_transport::shared::Shared;
 
-use super::{OnRankLost, ProcessError, ProducerOptions, Residence, random, system};
+use super::{OnRankLost, ProcessError, ProducerOptions, Residence, STARTS_COLD, random, system};
 use crate::rounds::Sources;
 use crate::store::HostStore;
 
@@ -117,13 +117,13 @@ pub(super) fn open(
                     Ok(opened) => return Ok(opened),
                     Err((error, latest)) => {
                         tracing::warn!(%error, "the channel starts cold");
-                        drain(latest, "the channel cannot be taken over and starts cold");
+                        drain(latest, STARTS_COLD);
                     }
                 }
             }
             Err(error) => {
                 tracing::warn!(%error, "the channel starts cold");
-                drain(latest, "the channel cannot be taken over and starts cold");
+                drain(latest, STARTS_COLD);
             }
         }
     } else if let Some(named) = &named {

@@ -7,6 +7,7 @@ use kvsluice_layout::segment::SegmentKind;
 
 use super::{Envelope, Hello, Mismatch, PROTOCOL, ProducerSays, Welcome, WorkerSays};
 use crate::clock::Clock;
+use crate::death;
 use crate::link::{Link, LinkError, Received};
 use crate::liveness::Proof;
 use crate::lock::RoleLock;
@@ -302,6 +303,7 @@ impl Offer {
                 source,
             });
         }
+        death::point("attached");
         Ok(Accepted {
             welcome: self.welcome,
             producer: self.producer,

@@ -6,6 +6,7 @@ use kvsluice_layout::ids::{Incarnation, ProcessEpoch};
 
 use super::porch::{Guest, Limits, Next, Porch, Turned};
 use super::{Call, Envelope, Mismatch, PROTOCOL, ProducerSays, Surviving, WorkerSays};
+use crate::death;
 use crate::link::{Link, LinkError, Listener, Received};
 use crate::liveness::Proof;
 use crate::names::Role;
@@ -153,6 +154,7 @@ fn hand_over(
         .link
         .send(&WorkerSays::Surviving(holdings.surviving), &descriptors);
     sent.map_err(|error| lost(&error))?;
+    death::point("handed-over");
     Ok(Caller { call, proof })
 }
 

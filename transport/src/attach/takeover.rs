@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use kvsluice_layout::ids::{ChannelId, Incarnation, ProcessEpoch, Rank};
 
 use super::{Call, Mismatch, ProducerSays, Surviving, WorkerSays};
+use crate::death;
 use crate::link::{Link, LinkError, Received};
 use crate::liveness::Proof;
 use crate::lock::{Holder, LockWatch, RoleLock};
@@ -47,13 +48,12 @@ impl Survived {
     /// # Errors
     /// [`LinkError`] where it is gone meanwhile.
     pub fn adopt(&self, incarnation: Incarnation, producer_epoch: ProcessEpoch) -> Result<(), LinkError> {
-        self.link.send(
-            &ProducerSays::Adopt {
-                incarnation,
-                producer_epoch,
-            },
-            &[],
-        )
+        let adopt = ProducerSays::Adopt {
+            incarnation,
+            producer_epoch,
+        };
+        death::point("adopting");
+        self.link.send(&adopt, &[])
     }
 
     /// Tells the worker to finish what it has and to attach anew.
