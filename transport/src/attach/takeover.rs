@@ -184,7 +184,7 @@ impl Takeover {
         match link.try_receive() {
             Ok(None) => return Some(State::Waiting(link)),
             Ok(Some(received)) => match self.answer(rank, link, received) {
-                Ok(survived) => self.reunion.survived.push(survived),
+                Ok(survived) => self.reunion.survived.extend(survived),
                 Err(mismatch) => self.reunion.unusable.push((rank, mismatch)),
             },
             Err(LinkError::HungUp) => self.give_up(rank),
@@ -196,10 +196,11 @@ impl Takeover {
         None
     }
 
-    fn answer(&self, rank: Rank, link: Link, received: Received) -> Result<Survived, Mismatch> {
+    fn answer(&self, rank: Rank, link: Link, received: Received) -> Result<Option<Survived>, Mismatch> {
         const EXPEL: &str = "expel that worker and start it again";
         let surviving = match received.read() {
             Ok(WorkerSays::Surviving(surviving)) => surviving,
+            Ok(WorkerSays::NothingHeld) => return Ok(None),
             Ok(WorkerSays::Refused(mismatch)) => return Err(mismatch),
             Ok(_) => return Err(Mismatch::new("answer", "something else", "surviving", EXPEL)),
             Err(error) => return Err(Mismatch::new("answer", error, "surviving", EXPEL)),
@@ -225,7 +226,7 @@ impl Takeover {
         };
         let residency = unpack(&parcel, RESIDENCY_BYTES_MAX);
         let residency = residency.map_err(|error| Mismatch::new("residency", error, "a parcel", EXPEL))?;
-        Ok(Survived {
+        Ok(Some(Survived {
             surviving,
             proof,
             control,
@@ -233,7 +234,7 @@ impl Takeover {
             rank: own,
             residency,
             link,
-        })
+        }))
     }
 
     /// A worker that gave no answer: if its lock is held, it lives.
