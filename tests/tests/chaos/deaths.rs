@@ -30,7 +30,9 @@ fn sample(role: &str) -> (String, u64) {
 
 fn die(orders: &str, args: &[&str], planted: &str) -> Ended {
     println!("KVSLUICE_DIE_AT={orders:?} KVSLUICE_PLANTED={planted:?}");
-    let fixed = ["--seconds=100", "--ranks=2"];
+    // It ends with its last order; this is for one that nobody comes to.
+    let seconds = format!("--seconds={}", 30 + 2 * orders.split_whitespace().count());
+    let fixed = [seconds.as_str(), "--ranks=2"];
     let ended = chaos(&[&fixed[..], args].concat(), orders, planted);
     println!("{}", ended.report);
     ended
