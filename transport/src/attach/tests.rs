@@ -3,12 +3,14 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
 
+use kvsluice_layout::capability::{Capability, GeometryHash};
+use kvsluice_layout::geometry::MAX_GROUPS;
 use kvsluice_layout::segment::SegmentKind;
 use serde_json::json;
 
 use super::*;
 use crate::clock::{Clock, Monotonic, Simulated};
-use crate::link::{Link, LinkError, Listener, Peer};
+use crate::link::{Link, LinkError, Listener, MESSAGE_BYTES_MAX, Peer};
 use crate::lock::RoleLock;
 use crate::names::{ChannelName, Role};
 use crate::peers::{Peers, own_uid};
@@ -70,7 +72,6 @@ impl Admission for Host {
             incarnation: Incarnation(3),
             producer_epoch: ProcessEpoch(self.epoch),
             ranks: 4,
-            geometry: "ranks = 4\n".into(),
             ring_lines: 1024,
             writeback_bytes: 1 << 20,
             mode: Mode::Memfd,
@@ -464,7 +465,7 @@ fn x20_a_process_of_another_user_is_turned_away_unless_it_is_allowed() {
         let offer = joining.wait(&Monotonic::default());
         say(&offer.map_or_else(
             |error| error.to_string(),
-            |offer| offer.welcome.geometry.trim().to_owned(),
+            |offer| format!("ranks = {}", offer.welcome.ranks),
         ));
         listen();
         return;
@@ -781,4 +782,35 @@ fn x33_a_survivor_that_lies_is_unusable_and_nothing_worse() {
     );
     assert_eq!(said[2], "2: x is a\\nb, expected c; d");
     assert!(reunion.survived.is_empty());
+}
+
+#[test]
+fn x20_a_hello_and_a_welcome_of_the_largest_geometry_fit_into_a_message() {
+    let capability = Capability {
+        block_tokens: Some(vec![u32::MAX; MAX_GROUPS]),
+        gather_blocks: Some(vec![u32::MAX; MAX_GROUPS]),
+        process_epoch: Some(ProcessEpoch(u64::MAX)),
+        geometry_hash: Some(GeometryHash(u64::MAX)),
+        ..Capability::default()
+    };
+    let capability = serde_json::to_value(capability).unwrap();
+    let hello = Hello {
+        capability: capability.clone(),
+        ..hello(63, u64::MAX)
+    };
+    let welcome = Welcome {
+        protocol: PROTOCOL,
+        channel: ChannelId(u64::MAX),
+        incarnation: Incarnation(u64::MAX),
+        producer_epoch: ProcessEpoch(u64::MAX),
+        ranks: 64,
+        ring_lines: u64::MAX,
+        writeback_bytes: u64::MAX,
+        mode: Mode::Persistent,
+        pool_generation: PoolGeneration(u64::MAX),
+        capability,
+    };
+    let hello = serde_json::to_vec(&WorkerSays::Hello(hello)).unwrap();
+    let welcome = serde_json::to_vec(&ProducerSays::Welcome(Box::new(welcome))).unwrap();
+    assert!(hello.len().max(welcome.len()) < MESSAGE_BYTES_MAX / 16);
 }
