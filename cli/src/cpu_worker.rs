@@ -76,10 +76,16 @@ fn tell(event: &Event) -> Option<String> {
             ranks,
             in_flight,
             warm_blocks,
+            adopted,
+            resumed_requests,
             ..
         } => Some(format!(
             "took the channel over as incarnation {incarnation}: workers {ranks:?} live, {in_flight} records in flight, \
-             {warm_blocks} blocks warm"
+             {warm_blocks} blocks warm, {}",
+            match adopted {
+                true => format!("{resumed_requests} requests go on with what the devices hold"),
+                false => "the device pools are reset".to_owned(),
+            }
         )),
         Event::Progress { .. } | Event::Resumed { .. } => None,
         Event::RankLost { rank, pid } => Some(format!("RankLost: rank {rank}, pid {pid}")),

@@ -159,6 +159,14 @@ mod tests {
         out.clear();
         a.append_difference_and(&b, &c, &mut out);
         assert_eq!(out, [0, 63, 65, 128, 199].map(LogicalBlock));
+        out.clear();
+        c.insert(LogicalBlock(63));
+        a.append_difference_and(&b, &c, &mut out);
+        assert_eq!(
+            out,
+            [0, 63, 65, 128, 199].map(LogicalBlock),
+            "a member of both comes once"
+        );
         assert!(a.remove(LogicalBlock(199)) && !a.remove(LogicalBlock(199)) && !a.contains(LogicalBlock(199)));
     }
 

@@ -120,6 +120,7 @@ pub fn decide(plan: &RetainPlan, cost: &RetainTerms, benefit: &BenefitTerms, mar
     // R63: Tkv_move is 0 only on a remap, and a remap plan comes from the validation alone.
     let kv_move_us = match plan.kind() {
         RetainKind::SharedTableRemap | RetainKind::LayerTableRemap => 0.0,
+        RetainKind::ExistingByteMovePlan if planted("cost_moves_are_free") => 0.0,
         RetainKind::ExistingByteMovePlan => term("kv_move_us", cost.kv_move_us),
     };
     let retain_us = term("table_update_us", cost.table_update_us)
@@ -224,9 +225,12 @@ mod tests {
         for remap in [&shared, &layers] {
             assert_eq!(decide(remap, &COST, &BENEFIT, 0.0), Decision::Retain { gain_us: 6.0 });
         }
-        assert_eq!(
-            decide(&moved, &COST, &BENEFIT, 0.0),
-            Decision::Unmeasured(vec!["kv_move_us"])
+        let unmeasured = || decide(&moved, &COST, &BENEFIT, 0.0);
+        assert_eq!(unmeasured(), Decision::Unmeasured(vec!["kv_move_us"]));
+        assert_ne!(
+            with_planted("cost_moves_are_free", unmeasured),
+            unmeasured(),
+            "the planted fault is not seen"
         );
         let measured = RetainTerms {
             kv_move_us: Some(7.0),

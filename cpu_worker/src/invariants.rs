@@ -200,3 +200,6 @@ pub fn check_ranks(ranks: &[RankView]) -> Result<(), Broken> {
         None => Ok(()),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -7,6 +7,7 @@
 //! Around them: [`store`] keeps the blocks of a [`trace`] in the pool, [`rounds`] plays its requests through the decision
 //! modules and the plan ring, on any memory, and [`process`] does that in a process of its own.
 
+pub mod adoption;
 pub mod bench_planner;
 pub mod block_set;
 pub mod compare;

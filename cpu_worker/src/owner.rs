@@ -89,6 +89,14 @@ pub enum OwnerError {
         /// The block.
         block: PhysicalBlock,
     },
+    /// The block does not exist or is owned already.
+    #[error("{block:?} of {group:?} is not free")]
+    NotFree {
+        /// The group.
+        group: GroupId,
+        /// The block.
+        block: PhysicalBlock,
+    },
     /// A reference of this kind does not exist.
     #[error("{block:?} of {group:?} has no {kind:?} reference to give up")]
     NoReference {
@@ -141,6 +149,29 @@ impl Owner {
             }
             out.push(block);
         }
+        Ok(())
+    }
+
+    /// Takes free blocks that are in use already, each with one [`Reference::Transfer`] until the caller has named them:
+    /// what an earlier producer had handed out (X25). Whole or nothing.
+    pub fn claim(&mut self, blocks: &[PhysicalBlock]) -> Result<(), OwnerError> {
+        let group = self.group;
+        for (at, &block) in blocks.iter().enumerate() {
+            match self.blocks.get_mut(block.index()) {
+                Some(references) if references.total() == 0 => references.transfers = 1,
+                _ => {
+                    for claimed in blocks.iter().take(at) {
+                        if let Some(references) = self.blocks.get_mut(claimed.index()) {
+                            *references = References::default();
+                        }
+                    }
+                    return Err(OwnerError::NotFree { group, block });
+                }
+            }
+        }
+        let references = &self.blocks;
+        self.free
+            .retain(|block| references.get(block.index()).is_some_and(|of| of.total() == 0));
         Ok(())
     }
 
@@ -343,6 +374,28 @@ mod tests {
         );
         assert!(owner.acquire(PhysicalBlock(u32::MAX), kind).is_err());
         assert!(owner.release(PhysicalBlock(u32::MAX), kind).is_err());
+    }
+
+    #[test]
+    fn x25_blocks_in_use_are_claimed_once_and_all_or_none() {
+        let mut owner = Owner::new(GroupId(0), BlockCount(4));
+        let claim = |owner: &mut Owner, blocks: &[u32]| {
+            owner.claim(&blocks.iter().copied().map(PhysicalBlock).collect::<Vec<_>>())
+        };
+        for wrong in [&[1, 1][..], &[2, 4]] {
+            assert!(matches!(claim(&mut owner, wrong), Err(OwnerError::NotFree { .. })));
+            assert_eq!(owner.free_blocks(), BlockCount(4), "{wrong:?} changes nothing");
+        }
+        assert_eq!(claim(&mut owner, &[1, 2]), Ok(()));
+        assert!(claim(&mut owner, &[0, 2]).is_err());
+        let mut out = Vec::new();
+        owner.allocate(BlockCount(2), &mut out).unwrap();
+        assert_eq!(
+            out,
+            [PhysicalBlock(0), PhysicalBlock(3)],
+            "what is claimed is not handed out"
+        );
+        assert_eq!(owner.release(PhysicalBlock(2), Reference::Transfer), Ok(true));
     }
 
     #[test]

@@ -211,6 +211,7 @@ impl Planner {
             } else {
                 largest(layer.tail)
             };
+            let tail = tail.filter(|_| !planted("plan_tail_unchecked"));
             let layer_max = largest(layer.want).max(tail).max(largest_held(layer.valid_slots()));
             if let Some(block) = layer_max.filter(|block| block.get() >= input.seq_blocks.get()) {
                 return Err(PlanError::OutOfRange {
@@ -242,7 +243,8 @@ impl Planner {
             }
             scratch.held.reset(bound);
             for &slot in layer.valid_slots() {
-                let Some(block) = slot else { continue }; // R39
+                let hole = planted("plan_hole_is_block_zero").then_some(LogicalBlock(0));
+                let Some(block) = slot.or(hole) else { continue }; // R39
                 if !scratch.held.insert(block) {
                     // Reported only when no layer wants a block twice.
                     duplicate_held = duplicate_held.or(Some((layer.layer, block)));
@@ -303,6 +305,11 @@ impl Planner {
             let (upload_start, pad_start) = (plan.uploads.len(), plan.pads.len());
             let mut truncated = 0;
             match (input.table_mode, full) {
+                _ if planted("plan_order_of_want") => {
+                    let missing = layer.want.iter().filter(|block| !sets.held.contains(**block));
+                    plan.uploads.extend(missing);
+                }
+                // R30: what comes out of a set is ascending.
                 (TableMode::PerLayer, _) => sets.want.append_difference(&sets.held, &mut plan.uploads),
                 (TableMode::Common, false) => {
                     sets.want
@@ -314,6 +321,9 @@ impl Planner {
                     sets.want.append_to(&mut plan.uploads);
                     let available = need_of(groups, layer.group).map_or(0, |need| need.available);
                     truncated = sets.delta.saturating_sub(available);
+                    if planted("plan_truncation_unsaid") {
+                        truncated = 0;
+                    }
                 }
             }
             plan.layers.push(LayerEntry {
@@ -356,7 +366,8 @@ fn in_rank_order(tail: &[LogicalBlock]) -> impl Iterator<Item = LogicalBlock> {
 }
 
 fn active<'a>(input: &PlanInput<'a>) -> impl Iterator<Item = &'a LayerInput<'a>> {
-    input.layers.iter().filter(|layer| layer.active)
+    let all = planted("plan_packs_inactive_layers");
+    input.layers.iter().filter(move |layer| layer.active || all) // R25
 }
 
 /// The largest id in a slot. One more than an id stands for it, so that a hole is the smallest of all.

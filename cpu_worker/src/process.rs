@@ -5,8 +5,12 @@
 //! (X29). Nothing in it waits without a deadline.
 
 mod channel;
+mod door;
+mod error;
 mod event;
+mod host;
 mod options;
+mod report;
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -15,35 +19,33 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvsluice_layout::capability::GeometryHash;
-use kvsluice_layout::charter::CharterError;
-use kvsluice_layout::geometry::GeometryError;
 use kvsluice_layout::ids::{Position, ProcessEpoch, Rank};
 use kvsluice_layout::planes::GeometryMap;
 use kvsluice_layout::region::{
-    PRODUCER_SLEEPING_AT, PRODUCER_WAKE_AT, RegionError, RegionMap, WORKER_SLEEPING_AT, WORKER_WAKE_AT, layout_hash,
+    PRODUCER_SLEEPING_AT, PRODUCER_WAKE_AT, RegionMap, WORKER_SLEEPING_AT, WORKER_WAKE_AT, layout_hash,
 };
-use kvsluice_transport::attach::{Admission, Admitted, Arrival, Hello, Limits, Mismatch, Reception, TakeoverError};
+use kvsluice_transport::attach::{Limits, Reception};
 use kvsluice_transport::clean::clean;
 use kvsluice_transport::clock::{Clock, Monotonic};
-use kvsluice_transport::link::{Link, LinkError, Listener, Peer};
-use kvsluice_transport::liveness::{ExpelError, Life, Proof};
-use kvsluice_transport::lock::{LockError, RoleLock};
-use kvsluice_transport::names::{ChannelName, ChannelNameError, Role};
+use kvsluice_transport::link::{Link, Listener};
+use kvsluice_transport::liveness::{Life, Proof};
+use kvsluice_transport::lock::RoleLock;
+use kvsluice_transport::names::{ChannelName, Role};
 use kvsluice_transport::peers::Peers;
-use kvsluice_transport::producer::Oldest;
-use kvsluice_transport::runtime_dir::{RuntimeDir, RuntimeDirError};
-use kvsluice_transport::segment::{CreateError, Mapping, MappingMut, OpenError, PersistError};
+use kvsluice_transport::runtime_dir::RuntimeDir;
+use kvsluice_transport::segment::{Mapping, MappingMut};
 use kvsluice_transport::wait::{Futexes, Idle, Waiter, wake_sleepers};
 use kvsluice_transport::watcher::{DoorWatch, PeerWatch, Watcher};
-use thiserror::Error;
 
+pub use error::ProcessError;
 pub use event::{Completions, Event, Latency, Percentiles, Summary, TraceSummary};
 pub use options::{OnRankLost, ProducerOptions, Residence};
 
-use crate::rounds::{Rounds, RoundsError};
-use crate::trace::{Trace, TraceError};
-use channel::{Host, Opened};
+use crate::rounds::Rounds;
+use crate::trace::Trace;
+use channel::Opened;
+use error::system;
+use host::Host;
 
 /// Longest sleep of an idle loop: the stop flag, deadlines and progress are looked at in between.
 const LOOK: Duration = Duration::from_millis(20);
@@ -51,125 +53,6 @@ const LOOK: Duration = Duration::from_millis(20);
 const PROGRESS: Duration = Duration::from_millis(200);
 
 type Workload = Rounds<MappingMut, Mapping, MappingMut, Trace>;
-
-/// Why a producer process ends with an error.
-#[derive(Debug, Error)]
-pub enum ProcessError {
-    /// Channel name.
-    #[error(transparent)]
-    Name(#[from] ChannelNameError),
-    /// Runtime folder.
-    #[error(transparent)]
-    RuntimeDir(#[from] RuntimeDirError),
-    /// The channel has a producer.
-    #[error(transparent)]
-    Lock(#[from] LockError),
-    /// The producer's socket.
-    #[error("the producer's socket: {0}")]
-    Link(#[from] LinkError),
-    /// Looking for workers that survived.
-    #[error(transparent)]
-    Takeover(#[from] TakeoverError),
-    /// The geometry.
-    #[error(transparent)]
-    Geometry(#[from] GeometryError),
-    /// Sizes of the regions.
-    #[error(transparent)]
-    Region(#[from] RegionError),
-    /// A segment cannot be made.
-    #[error(transparent)]
-    Create(#[from] CreateError),
-    /// A segment of an earlier producer cannot be used.
-    #[error(transparent)]
-    Open(#[from] OpenError),
-    /// The charter of a channel cannot be written or read.
-    #[error(transparent)]
-    Charter(#[from] CharterError),
-    /// A channel that was made for something else, though perhaps of equal size.
-    #[error(
-        "the channel was made for {model:?} ({found:?} in {found_ring} bytes of ring), not for {expected:?} in {ring}"
-    )]
-    OtherCharter {
-        /// Model of the channel.
-        model: String,
-        /// Its geometry.
-        found: GeometryHash,
-        /// Bytes of its plan ring.
-        found_ring: u64,
-        /// This producer's geometry.
-        expected: GeometryHash,
-        /// Bytes of the plan ring that this producer wants.
-        ring: u64,
-    },
-    /// The folder of named segments.
-    #[error(transparent)]
-    Persist(#[from] PersistError),
-    /// The workload.
-    #[error(transparent)]
-    Rounds(#[from] RoundsError),
-    /// The trace.
-    #[error(transparent)]
-    Trace(#[from] TraceError),
-    /// A worker is proven dead (X23).
-    #[error("RankLost: the worker of rank {rank} (pid {pid}) has died; start it again, or use --on-rank-lost wait")]
-    RankLost {
-        /// Its rank.
-        rank: Rank,
-        /// Its process, 0 where it cannot be told.
-        pid: u32,
-    },
-    /// Workers did not come.
-    #[error(
-        "no worker attached for rank {ranks} within {waited_ms} ms: start `kvsluice gpu-worker --channel {channel}`"
-    )]
-    NoWorkers {
-        /// The ranks that are missing, separated by commas.
-        ranks: String,
-        /// The channel.
-        channel: String,
-        /// How long they were waited for.
-        waited_ms: u64,
-    },
-    /// A worker of the old channel lives and does not answer: what it reads cannot be taken over (X23).
-    #[error("the worker of rank {rank} ({holder}) lives and does not answer a new producer; kill it, then start again")]
-    Silent {
-        /// Its rank.
-        rank: Rank,
-        /// The process.
-        holder: String,
-    },
-    /// A stop was asked for, and a rank does not let the last operations end.
-    #[error("stopped, but not everything ended within {waited_ms} ms; {}", oldest.map_or("nothing is in flight".to_owned(), |oldest| oldest.to_string()))]
-    Stuck {
-        /// How long it was waited for.
-        waited_ms: u64,
-        /// What is in flight.
-        oldest: Option<Oldest>,
-    },
-    /// A hung worker cannot be killed.
-    #[error(transparent)]
-    Expel(#[from] ExpelError),
-    /// The rounds log.
-    #[error("rounds log {path}: {source}")]
-    RoundsLog {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
-    /// The system.
-    #[error("{step}: {source}")]
-    System {
-        /// What was tried.
-        step: &'static str,
-        /// The system's error.
-        source: std::io::Error,
-    },
-}
-
-fn system(step: &'static str) -> impl Fn(std::io::Error) -> ProcessError {
-    move |source| ProcessError::System { step, source }
-}
 
 /// A random number that is not 0 (X22).
 fn random() -> Result<u64, ProcessError> {
@@ -283,7 +166,7 @@ impl<'a> Process<'a> {
         let opened = channel::open(options, &lock, epoch, map.clone(), region, &*clock)?;
         let Opened {
             host,
-            producer,
+            mut producer,
             store,
             control,
             survivors,
@@ -291,10 +174,18 @@ impl<'a> Process<'a> {
         } = opened;
         let incarnation = producer.incarnation();
         let (in_flight, tail) = (producer.in_flight() as u64, producer.tail().get());
+        let report = match recovered {
+            true => report::agreed(&mut producer, &survivors, options, &*clock),
+            false => None,
+        };
         let mut rounds = Rounds::new(producer, store, map, trace, options.workload, clock.clone())?;
         if log.is_some() {
             rounds.keep_log();
         }
+        let adopted = match report {
+            Some(report) => rounds.adopt(&report)?,
+            None => None,
+        };
         let waiter = Waiter::new(Futexes, Idle::default());
         let bell = waiter.bell().clone();
         let watcher = Watcher::start(Arc::new(move || bell.ring())).map_err(system("start the watcher"))?;
@@ -350,6 +241,8 @@ impl<'a> Process<'a> {
                 in_flight,
                 warm_blocks,
                 tail,
+                adopted: adopted.is_some(),
+                resumed_requests: adopted.map_or(0, |adopted| adopted.resumed),
             });
         }
         Ok(process)
@@ -496,85 +389,6 @@ impl<'a> Process<'a> {
         Ok(())
     }
 
-    fn look_at_rank(&mut self, rank: Rank, tell: &mut dyn FnMut(Event)) -> Result<(), ProcessError> {
-        let Some(seat) = self.seats.get_mut(rank.index()) else {
-            return Ok(());
-        };
-        let dead = seat.take_if(|seat| seat.watch.life() == Life::Dead);
-        match dead {
-            Some(Seat { pid, .. }) => self.lost_rank(rank, pid, tell),
-            None => Ok(()),
-        }
-    }
-
-    /// X24: after the proof, what the rank still owes is lost, and its segment is never used again.
-    fn lost_rank(&mut self, rank: Rank, pid: u32, tell: &mut dyn FnMut(Event)) -> Result<(), ProcessError> {
-        self.host.vacate(rank, None);
-        self.lose(rank, pid, tell)
-    }
-
-    /// The same, where the rank's place is given to another worker already.
-    fn lose(&mut self, rank: Rank, pid: u32, tell: &mut dyn FnMut(Event)) -> Result<(), ProcessError> {
-        self.rounds.producer_mut().lose(rank);
-        tell(Event::RankLost { rank: rank.get(), pid });
-        match self.options.on_rank_lost {
-            OnRankLost::Fail => Err(ProcessError::RankLost { rank, pid }),
-            OnRankLost::Wait => Ok(()),
-        }
-    }
-
-    fn open_door(&mut self, now_ns: u64, tell: &mut dyn FnMut(Event)) -> Result<(), ProcessError> {
-        self.host.note_state(
-            self.rounds.producer().incarnation(),
-            self.rounds.producer().generation(),
-        );
-        let mut doorkeeper = Doorkeeper {
-            host: &mut self.host,
-            seats: &mut self.seats,
-            replaced: Vec::new(),
-        };
-        let arrivals = self.reception.poll(now_ns, &mut doorkeeper)?;
-        for (rank, pid) in doorkeeper.replaced {
-            self.lose(rank, pid, tell)?;
-        }
-        for arrival in arrivals {
-            match arrival {
-                Arrival::Attached(newcomer) => {
-                    let rank = newcomer.hello.rank;
-                    let Some(segment) = self.host.take_admitted(rank) else {
-                        continue;
-                    };
-                    let (pid, epoch) = (newcomer.hello.pid, newcomer.hello.worker_epoch);
-                    let pid = newcomer.proof.holder().shown_pid().unwrap_or(pid);
-                    // X24: the first position is stored before the Reset at that position is published.
-                    self.rounds.producer_mut().join(rank, segment.clone(), epoch, pid);
-                    self.seat(rank, pid, segment, newcomer.link, newcomer.proof)?;
-                    tell(Event::Attached { rank: rank.get(), pid });
-                }
-                Arrival::Failed {
-                    hello,
-                    mismatch,
-                    was_admitted,
-                } => {
-                    tracing::warn!(rank = %hello.rank, pid = hello.pid, %mismatch, "a worker does not fit");
-                    if was_admitted {
-                        self.host.vacate(hello.rank, Some(hello.worker_epoch));
-                    }
-                    tell(Event::Refused {
-                        rank: hello.rank.get(),
-                        pid: hello.pid,
-                        reason: mismatch.to_string(),
-                    });
-                }
-                Arrival::Left { hello, why } => {
-                    tracing::warn!(rank = %hello.rank, pid = hello.pid, %why, "a worker left while it attached");
-                    self.host.vacate(hello.rank, Some(hello.worker_epoch));
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// X23: kills a rank that holds the oldest record for too long, and still awaits the proof.
     fn look_at_hung(&mut self, now_ns: u64) -> Result<(), ProcessError> {
         let Some(patience_ms) = self.options.expel_after_ms else {
@@ -634,25 +448,6 @@ impl<'a> Process<'a> {
         } = self;
         drop((rounds, knocks, reception));
         host.discard();
-    }
-}
-
-/// Who opens the door: a rank whose worker is proven dead is free, whoever notices it first (X23).
-struct Doorkeeper<'a> {
-    host: &'a mut Host,
-    seats: &'a mut [Option<Seat>],
-    /// Ranks that were found free so, and the processes that had them.
-    replaced: Vec<(Rank, u32)>,
-}
-
-impl Admission for Doorkeeper<'_> {
-    fn admit(&mut self, hello: &Hello, peer: &Peer) -> Result<Admitted, Mismatch> {
-        let seat = self.seats.get_mut(hello.rank.index());
-        if let Some(dead) = seat.and_then(|seat| seat.take_if(|seat| seat.watch.proof().is_dead())) {
-            self.replaced.push((hello.rank, dead.pid));
-            self.host.vacate(hello.rank, None);
-        }
-        self.host.admit(hello, peer)
     }
 }
 

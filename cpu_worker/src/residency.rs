@@ -112,6 +112,9 @@ pub struct Residency {
     map_revision: MapRevision,
     revision: SelectionRevision,
     tables: Vec<LayerTable>,
+    /// Blocks of tables that a full plan replaced, each with a transfer reference: the devices name them until their
+    /// group is retained (R32, R57).
+    replaced: Vec<(GroupId, PhysicalBlock)>,
     staged: Option<Staged>,
 }
 
@@ -123,6 +126,8 @@ struct Staged {
     tables: Vec<LayerTable>,
     /// Destinations, each with a transfer reference.
     destinations: Vec<(GroupId, PhysicalBlock)>,
+    /// Groups whose tables a retention rewrites on the devices.
+    rewrites: Vec<GroupId>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,8 +156,46 @@ impl Residency {
                 .into_iter()
                 .map(|(layer, group)| LayerTable::empty(layer, group))
                 .collect(),
+            replaced: Vec::new(),
             staged: None,
         }
+    }
+
+    /// What an earlier producer made resident and every rank holds (X25): the tables, and all blocks that belong to the
+    /// request, each once. The caller has claimed them, so that each has a transfer reference: the tables' references
+    /// take the place of those that they name, and what they do not name stays until its group is retained.
+    pub fn resumed(
+        request_epoch: RequestEpoch,
+        pool_generation: PoolGeneration,
+        revisions: (MapRevision, SelectionRevision),
+        tables: Vec<LayerTable>,
+        owned: Vec<(GroupId, PhysicalBlock)>,
+        owners: &mut Owners,
+    ) -> Result<Self, OwnerError> {
+        for table in &tables {
+            let owner = owners.of(table.group())?;
+            let mut named = table.named().iter();
+            named.try_for_each(|block| owner.acquire(*block, Reference::Layer))?;
+        }
+        let mut replaced = Vec::new();
+        for (group, block) in owned {
+            let owner = owners.of(group)?;
+            if owner.references(block).layers == 0 {
+                replaced.push((group, block));
+            } else {
+                owner.release(block, Reference::Transfer)?;
+            }
+        }
+        let (map_revision, revision) = revisions;
+        Ok(Self {
+            request_epoch,
+            pool_generation,
+            map_revision,
+            revision,
+            tables,
+            replaced,
+            staged: None,
+        })
     }
 
     /// Life of the request.
@@ -178,6 +221,12 @@ impl Residency {
     /// The tables in use.
     pub fn tables(&self) -> &[LayerTable] {
         &self.tables
+    }
+
+    /// Blocks that the tables in use no longer name and the devices' tables still do, until the next retention of their
+    /// group.
+    pub fn replaced(&self) -> &[(GroupId, PhysicalBlock)] {
+        &self.replaced
     }
 
     /// The tables that the staged operation will make, if one is staged.
@@ -218,7 +267,14 @@ impl Residency {
                 } else {
                     0
                 };
-                let slots = new.logical_by_slot().iter().zip(new.physical_by_slot()).skip(kept);
+                // R4: the row's own column. (The known fault took one column for all rows.)
+                let shared = staged.tables.first().filter(|_| planted("residency_shares_a_column"));
+                let slots = shared
+                    .unwrap_or(new)
+                    .logical_by_slot()
+                    .iter()
+                    .zip(new.physical_by_slot())
+                    .skip(kept);
                 let pairs = slots.filter_map(|(logical, block)| Some(((*logical)?, DestinationBlock::from(*block))));
                 (new.layer(), pairs)
             })
@@ -253,6 +309,7 @@ impl Residency {
                     what,
                     tables,
                     destinations,
+                    rewrites: Vec::new(),
                 });
                 Ok(())
             }
@@ -293,12 +350,13 @@ impl Residency {
             what,
             tables,
             destinations: Vec::new(),
+            rewrites: plans.iter().map(|(group, _)| *group).collect(),
         });
         Ok(())
     }
 
     /// Makes the staged tables the ones in use, on the evidence that all ranks hold them. Appends the blocks that became
-    /// free to `retired` (R55).
+    /// free to `retired` (R55). A full plan frees none: the devices' tables name the old blocks until the retention.
     pub fn commit(
         &mut self,
         operation: &Operation<Committed>,
@@ -315,10 +373,25 @@ impl Residency {
                 .iter()
                 .try_for_each(|block| owner.acquire(*block, Reference::Layer))?;
         }
+        if staged.what == StagedWhat::Replace && !planted("r57_replaced_blocks_freed_early") {
+            for (old, _) in changed.clone() {
+                let owner = owners.of(old.group())?;
+                for &block in old.named() {
+                    owner.acquire(block, Reference::Transfer)?; // R57
+                    self.replaced.push((old.group(), block));
+                }
+            }
+        }
         for (old, _) in changed {
             release_all(owners, old.group(), old.named(), Reference::Layer, retired)?;
         }
         for (group, block) in staged.destinations {
+            release_all(owners, group, &[block], Reference::Transfer, retired)?;
+        }
+        for (group, block) in self
+            .replaced
+            .extract_if(.., |(group, _)| staged.rewrites.contains(group))
+        {
             release_all(owners, group, &[block], Reference::Transfer, retired)?;
         }
         self.tables = staged.tables;
@@ -345,6 +418,9 @@ impl Residency {
     ) -> Result<Abandoned, OwnerError> {
         for table in &self.tables {
             release_all(owners, table.group(), table.named(), Reference::Layer, retired)?;
+        }
+        for (group, block) in self.replaced {
+            release_all(owners, group, &[block], Reference::Transfer, retired)?;
         }
         Ok(Abandoned(self.staged.map_or(Vec::new(), |staged| staged.destinations)))
     }

@@ -238,8 +238,13 @@ impl RetainPlanner {
             if planted("retain_prefix") {
                 plan.tables.extend(layer.named().iter().take(layer.keep.len()));
             } else {
+                // R9: what this layer keeps and nothing else; there is no plan whose layers attend the union.
+                let union = active(input)
+                    .flat_map(|layer| layer.keep)
+                    .filter(|_| planted("retain_union"));
+                let extra = union.filter(|slot| !layer.keep.contains(slot));
                 plan.tables
-                    .extend(layer.keep.iter().filter_map(|slot| layer.named().get(slot.index())));
+                    .extend((layer.keep.iter().chain(extra)).filter_map(|slot| layer.named().get(slot.index())));
             }
             plan.layers.push((layer.layer, start..plan.slots.len()));
         }
@@ -259,7 +264,7 @@ impl RetainPlanner {
             let (found, expected) = (input.request_epoch, input.expected_request_epoch);
             return Err(RetainError::StaleEpoch { found, expected });
         }
-        if input.pool_generation != input.expected_pool_generation {
+        if input.pool_generation != input.expected_pool_generation && !planted("retain_generation_unchecked") {
             let (found, expected) = (input.pool_generation, input.expected_pool_generation);
             return Err(RetainError::StaleGeneration { found, expected });
         }

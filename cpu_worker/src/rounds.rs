@@ -10,6 +10,7 @@
 //! that it held is free (F12). Device blocks may run out between two requests that both need more: then the younger gives
 //! its blocks back and begins again, so the oldest always comes to its end.
 
+mod adopt;
 mod error;
 mod hands;
 mod layers;
@@ -34,12 +35,13 @@ use kvsluice_transport::clock::Clock;
 use kvsluice_transport::producer::{Completion, Producer, PublishError};
 use kvsluice_transport::shared::{Shared, SharedMut};
 
+pub use adopt::Adopted;
 pub use error::RoundsError;
 pub use options::{Agreement, Keeping, OptionsError, Sources, Tables, WorkloadOptions};
 pub use report::{Costs, RetainCosts, RetainedBy, RoundRecord, Tally, UploadKind};
 
 use crate::ledger::Ledger;
-use crate::owner::{Owners, Reference};
+use crate::owner::Owners;
 use crate::planner::Planner;
 use crate::residency::Residency;
 use crate::selector::Selector;
@@ -415,9 +417,6 @@ where
         residency
             .close(&mut hands.owners, &mut Vec::new())?
             .settle(&mut hands.owners)?;
-        for (group, block) in request.named_by_devices.drain(..) {
-            hands.owners.of(group)?.release(block, Reference::Transfer)?;
-        }
         match ending {
             Ending::Preempted if !self.stopping => {
                 hands.tally.preempted += 1;

@@ -105,7 +105,10 @@ impl Selector {
             return Err(SelectError::NonFiniteScore { token, score }); // R33
         }
         // R35: the token scores are cut to whole blocks; what is left over stays apart (R34).
-        let blocks = input.seq_len.get() / input.block_size.get();
+        let mut blocks = input.seq_len.get() / input.block_size.get();
+        if planted("select_counts_the_partial_block") {
+            blocks = input.seq_len.get().div_ceil(input.block_size.get());
+        }
         let sink = input.sink.get().min(blocks);
         let recent = input.recent.get().min(blocks - sink);
         let middle = sink..blocks - recent;
@@ -152,7 +155,11 @@ impl Selector {
         Ok(Selected {
             selected: &self.selected,
             ranked_tail: &self.tail,
-            effective_budget: BlockCount(effective),
+            effective_budget: if planted("select_hides_the_effective_budget") {
+                input.budget
+            } else {
+                BlockCount(effective)
+            },
             partial_tail: TokenCount(input.seq_len.get() % input.block_size.get()),
         })
     }
@@ -208,15 +215,22 @@ mod tests {
     fn f7_r34_r35_a_partial_block_is_in_neither_list() {
         let scores = [1.0, 2.0, 3.0, 4.0, 99.0];
         let mut selector = Selector::new();
-        for (seq_len, whole, partial) in [(3, 0, 3), (4, 1, 0), (5, 1, 1)] {
+        let mut of = |seq_len, sink| {
             let input = SelectInput {
                 seq_len: TokenCount(seq_len),
+                sink: BlockCount(sink),
                 ..input(&scores, 4, 9)
             };
             let out = selector.select(&input).unwrap();
-            assert_eq!((out.selected.len(), out.ranked_tail.len()), (whole, 0));
-            assert_eq!(out.partial_tail, TokenCount(partial));
+            (out.selected.len(), out.ranked_tail.len(), out.partial_tail.get())
+        };
+        for sink in [0, 9] {
+            for (seq_len, whole, partial) in [(3, 0, 3), (4, 1, 0), (5, 1, 1)] {
+                assert_eq!(of(seq_len, sink), (whole, 0, partial));
+            }
         }
+        let with_fault = with_planted("select_counts_the_partial_block", || of(5, 9));
+        assert_ne!(with_fault, (1, 0, 1), "the planted fault is not seen");
     }
 
     #[test]
@@ -268,7 +282,13 @@ mod tests {
             recent: BlockCount(2),
             ..input(&scores, 1, 2)
         };
-        assert_eq!(run(&many).unwrap(), (vec![0, 1, 3, 4], vec![2], 4));
+        let raised = || run(&many).unwrap();
+        assert_eq!(raised(), (vec![0, 1, 3, 4], vec![2], 4));
+        assert_ne!(
+            with_planted("select_hides_the_effective_budget", raised),
+            raised(),
+            "the planted fault is not seen"
+        );
         let all = SelectInput {
             sink: BlockCount(u32::MAX),
             recent: BlockCount(u32::MAX),

@@ -13,14 +13,14 @@ mod staged;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use kvsluice_layout::export::{GroupExport, RequestExport, TableExport};
 use kvsluice_layout::ids::{DecoderLayer, GroupId, MapRevision, PoolGeneration, RequestEpoch, SelectionRevision};
 use kvsluice_layout::plan::Operation;
 use kvsluice_layout::planes::GeometryMap;
 use kvsluice_layout::planted::planted;
-use kvsluice_layout::record::Pair;
 use xxhash_rust::xxh3::Xxh3;
 
-pub use staged::{StageError, Staged, TableFault};
+pub use staged::{NewTable, StageError, Staged, TableFault};
 
 use crate::device::{TABLE_POISON, TableSlot, TableSpec};
 
@@ -65,6 +65,8 @@ impl Shape {
 struct Table {
     /// Physical block by resident slot.
     blocks: Vec<u32>,
+    /// Content tag by resident slot, for the next producer (X25); empty where the plan carried none.
+    tags: Vec<u64>,
     valid_tokens: u32,
 }
 
@@ -166,19 +168,31 @@ impl State {
 impl Table {
     fn clear(&mut self) {
         self.blocks.clear();
+        self.tags.clear();
         self.valid_tokens = 0;
     }
 
     fn copy_from(&mut self, other: &Self) {
         self.blocks.clone_from(&other.blocks);
+        self.tags.clone_from(&other.tags);
         self.valid_tokens = other.valid_tokens;
     }
 
-    /// Makes it the physical blocks of `pairs`, in their order.
-    fn set(&mut self, pairs: &[Pair], valid_tokens: u32) {
+    /// Makes it the physical blocks of `row`, in their order.
+    fn set(&mut self, row: NewTable<'_>) {
         self.blocks.clear();
-        self.blocks.extend(pairs.iter().map(|pair| pair.destination));
-        self.valid_tokens = valid_tokens;
+        self.blocks.extend(row.pairs.iter().map(|pair| pair.destination));
+        self.tags.clear();
+        self.tags.extend_from_slice(row.tags);
+        self.valid_tokens = row.valid_tokens;
+    }
+
+    fn export(&self) -> TableExport {
+        TableExport {
+            blocks: self.blocks.clone(),
+            tags: self.tags.clone(),
+            valid_tokens: self.valid_tokens,
+        }
     }
 
     fn hash(&self, hash: &mut Xxh3) {
@@ -255,6 +269,23 @@ impl<'a> RequestView<'a> {
     /// Physical blocks of `group` that belong to the request, ascending. Empty for a group that the geometry lacks.
     pub fn owned(&self, group: GroupId) -> &'a [u32] {
         self.state.groups.get(group.index()).map_or(&[], |group| &group.owned)
+    }
+
+    /// All of it, as the next producer reads it.
+    pub fn to_export(&self) -> RequestExport {
+        let group = |group: &Group| GroupExport {
+            owned: group.owned.clone(),
+            shared: group.shared.then(|| group.table.export()),
+        };
+        RequestExport {
+            request: self.request.to_vec(),
+            epoch: self.epoch(),
+            map_revision: self.map_revision(),
+            selection_revision: self.selection_revision(),
+            digest: self.digest(),
+            groups: self.state.groups.iter().map(group).collect(),
+            layers: self.state.layers.iter().map(Table::export).collect(),
+        }
     }
 
     /// Whether the layers of `group` share one table.

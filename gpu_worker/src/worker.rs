@@ -295,7 +295,7 @@ impl<C: Shared, R: SharedMut, D: Device> Worker<C, R, D> {
                 None => Next::Finish(Outcome::failed()), // parsed once before: cannot happen on a private copy
             };
             match next {
-                Next::Wait => at += 1,
+                Next::Wait | Next::NoRoom => at += 1,
                 Next::Worked => {
                     worked = true;
                     at += 1;

@@ -160,7 +160,10 @@ pub fn negotiate(ours: &Capability, theirs: &Capability) -> Result<Agreed, Capab
 
     // R19
     let unit = Field::of("selection_unit", &ours.selection_unit, &theirs.selection_unit)?;
-    let selection_unit = *unit.equal("configure one compaction method on both sides")?;
+    let selection_unit = match planted("r19_each_side_its_method") {
+        true => *unit.ours,
+        false => *unit.equal("configure one compaction method on both sides")?, // R19
+    };
 
     // R27
     let rows = Field::of("row_contract", &ours.row_contract, &theirs.row_contract)?;

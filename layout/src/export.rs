@@ -1,8 +1,11 @@
 //! What a worker tells a new producer about its device at a takeover (X25). Travels as JSON over the handshake.
+//!
+//! A block's content is named by the tag that its plan carried; who plans without tags learns whose a block is, and not
+//! what lies in it.
 
 use serde::{Deserialize, Serialize};
 
-use crate::ids::{MapRevision, PoolGeneration, RequestEpoch, SelectionRevision};
+use crate::ids::{DecoderLayer, GroupId, MapRevision, PoolGeneration, RequestEpoch, SelectionRevision};
 
 /// The committed state of one rank's device.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,6 +31,36 @@ pub struct RequestExport {
     pub selection_revision: SelectionRevision,
     /// Digest of the tables.
     pub digest: u64,
-    /// By group: physical blocks that belong to the request, ascending.
-    pub owned: Vec<Vec<u32>>,
+    /// By group: what belongs to the request.
+    pub groups: Vec<GroupExport>,
+    /// By layer: its table. Empty for a layer of a group that shares one.
+    pub layers: Vec<TableExport>,
+}
+
+/// What belongs to a request in one group.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupExport {
+    /// Its physical blocks, ascending.
+    pub owned: Vec<u32>,
+    /// The table that all layers of the group share, where they do.
+    pub shared: Option<TableExport>,
+}
+
+/// One table.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TableExport {
+    /// Physical block by resident slot.
+    pub blocks: Vec<u32>,
+    /// Content tag by resident slot; empty where the plan carried none.
+    pub tags: Vec<u64>,
+    /// Tokens that are valid.
+    pub valid_tokens: u32,
+}
+
+impl RequestExport {
+    /// The table that `layer` of `group` attends with.
+    pub fn table(&self, layer: DecoderLayer, group: GroupId) -> Option<&TableExport> {
+        let shared = self.groups.get(group.index())?.shared.as_ref();
+        shared.or_else(|| self.layers.get(layer.index()))
+    }
 }

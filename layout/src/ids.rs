@@ -3,6 +3,11 @@
 //! A token position, a logical block of a sequence, a resident slot and a physical block are all small integers; a
 //! wrong one is a silent corruption. Each has its own type here and there are no conversions between them, except the
 //! two that a plan needs: a physical block named as the target of an upload is a [`DestinationBlock`], and back.
+//!
+//! ```compile_fail,E0308
+//! use kvsluice_layout::ids::{LogicalBlock, ResidentSlot};
+//! let slot: ResidentSlot = LogicalBlock(7); // R18
+//! ```
 
 use core::fmt;
 

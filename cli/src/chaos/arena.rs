@@ -310,9 +310,16 @@ impl<'a> Arena<'a> {
                 self.point("ready");
             }
             ProducerEvent::Recovered {
-                ranks, in_flight, tail, ..
+                ranks,
+                in_flight,
+                tail,
+                adopted,
+                resumed_requests,
+                ..
             } => {
                 self.tally.takeovers += 1;
+                self.tally.adopted += u64::from(adopted);
+                self.tally.resumed_requests += resumed_requests;
                 self.tally.recovered_records += in_flight;
                 for rank in ranks {
                     // X25: a record that a worker has read is in the journal or below it.

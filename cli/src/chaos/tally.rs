@@ -52,6 +52,10 @@ pub(crate) struct Tally {
     pub(super) cold_starts: u64,
     /// Records that were in flight when a producer died, and were taken over.
     pub(super) recovered_records: u64,
+    /// Takeovers that adopted what all ranks hold, without a Reset.
+    pub(super) adopted: u64,
+    /// Requests that went on after them with the blocks that they held.
+    pub(super) resumed_requests: u64,
     /// Workers that a new producer sent away, and that attached anew.
     pub(super) drained: u64,
     /// Traces that were played to their end.
@@ -122,6 +126,8 @@ impl Tally {
             "takeovers": self.takeovers,
             "cold_starts": self.cold_starts,
             "recovered_records": self.recovered_records,
+            "adopted": self.adopted,
+            "resumed_requests": self.resumed_requests,
             "drained": self.drained,
             "played": self.played,
             "lost_plans": self.lost_plans,
@@ -156,8 +162,9 @@ impl fmt::Display for Tally {
         }
         writeln!(
             f,
-            "takeovers   {} with {} records in flight, {} cold starts, {} workers sent to attach anew",
-            self.takeovers, self.recovered_records, self.cold_starts, self.drained
+            "takeovers   {} with {} records in flight, {} adopted with {} requests, {} cold starts, {} workers sent to \
+             attach anew",
+            self.takeovers, self.recovered_records, self.adopted, self.resumed_requests, self.cold_starts, self.drained
         )?;
         writeln!(
             f,

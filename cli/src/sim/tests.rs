@@ -7,7 +7,7 @@ use super::{Report, simulate};
 const SEEDS: u64 = 60;
 const STEPS: u64 = 30_000;
 /// Seeds that a planted fault has to be found in.
-const SEEDS_PER_FAULT: u64 = 60;
+const SEEDS_PER_FAULT: u64 = 120;
 
 /// Each alone breaks a rule, at the place where production enforces it.
 ///

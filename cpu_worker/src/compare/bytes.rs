@@ -92,7 +92,7 @@ pub enum BytesError {
 /// Compares two dumps and returns how many bytes were equal. The first difference fails (R67); a copy does no arithmetic
 /// and gets no tolerance, whatever the dtype (R68).
 pub fn compare_bytes(expected: &KvDump<'_>, found: &KvDump<'_>) -> Result<u64, BytesError> {
-    if expected.selection != found.selection {
+    if expected.selection != found.selection && !planted("compare_other_selections") {
         return Err(BytesError::OtherSelection);
     }
     if expected.heads.len() != found.heads.len() {
@@ -221,6 +221,35 @@ mod tests {
     }
 
     #[test]
+    fn r70_a_token_and_a_block_selection_are_policies_and_no_bytewise_failure() {
+        // Six tokens by score and the blocks around them: other positions, so other bytes. That is no `Differs`.
+        let policy = |block_size, blocks: &[u32]| {
+            let layer = LayerSelection {
+                layer: DecoderLayer(0),
+                group: GroupId(0),
+                logical_blocks: blocks.iter().map(|id| LogicalBlock(*id)).collect(),
+                ranked_tail: Vec::new(),
+            };
+            let (epoch, revision) = (RequestEpoch(1), SelectionRevision(1));
+            BlockSelection::new(epoch, revision, TokenCount(block_size), BlockCount(18), vec![layer]).unwrap()
+        };
+        let (tokens, blocks) = (policy(1, &[2, 5, 6, 7, 11, 16]), policy(2, &[2, 3, 5]));
+        let (a, b) = ([1; 24], [2; 24]);
+        let (a, b) = (heads(&a), heads(&b));
+        let dump = |selection, heads| KvDump { selection, heads };
+        let (tokens, blocks) = (dump(&tokens, &a), dump(&blocks, &b));
+        for (a, b) in [(&tokens, &blocks), (&blocks, &tokens)] {
+            let outcome = || compare_bytes(a, b);
+            assert_eq!(outcome(), Err(BytesError::OtherSelection));
+            let failed = with_planted("compare_other_selections", outcome);
+            assert!(
+                matches!(failed, Err(BytesError::Differs { .. })),
+                "the planted fault is not seen"
+            );
+        }
+    }
+
+    #[test]
     fn r10_r11_other_selections_and_other_shapes_are_not_compared() {
         let bytes = [0; 24];
         let (a, b) = (selection(&[5, 2]), selection(&[2, 5]));
@@ -229,7 +258,12 @@ mod tests {
             selection,
             heads: &heads,
         };
-        assert_eq!(compare_bytes(&dump(&a), &dump(&b)), Err(BytesError::OtherSelection));
+        let other = || compare_bytes(&dump(&a), &dump(&b));
+        assert_eq!(other(), Err(BytesError::OtherSelection));
+        assert!(
+            with_planted("compare_other_selections", other).is_ok(),
+            "the planted fault is not seen"
+        );
         assert_eq!(
             compare(&heads, &heads[1..]),
             Err(BytesError::Heads { expected: 4, found: 3 })

@@ -57,7 +57,7 @@ impl Sequence {
             "state" => state.state(fields),
             _ => {
                 if planted("x33_bad_line_counts") {
-                    self.0 = None;
+                    state.ledger = Ledger::new(NonZeroU32::MIN);
                 }
                 Err(BadInput(format!("`op`: {op:?} is no operation of a ledger")))
             }

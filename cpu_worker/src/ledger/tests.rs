@@ -156,6 +156,10 @@ fn r45_every_part_of_the_key_names_the_operation() {
     for other in others {
         assert_eq!(ledger.ack(b"a-b-c", &other), Ok(Acked::Ignored));
     }
+    let mut other = super::tests::ledger(1);
+    pending(&mut other, 1, 1, 64);
+    let taken = with_planted("ledger_knows_operations_by_number", || other.ack(b"a-b-c", &others[0]));
+    assert!(taken.is_ok(), "the planted fault is not seen");
 }
 
 #[test]

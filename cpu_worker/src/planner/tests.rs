@@ -151,7 +151,15 @@ fn r38_the_largest_id_may_be_anywhere() {
 fn r39_a_hole_is_no_member() {
     let mut holes = layer(0, &[0, 3], &[3], &[]);
     holes.held = vec![None, Some(LogicalBlock(3)), None];
-    assert_eq!(common(&[holes]).1, [(vec![0], vec![], 0)]);
+    let rows = || common(&[holes.clone()]).1;
+    assert_eq!(rows(), [(vec![0], vec![], 0)]);
+    holes.held.pop();
+    let rows = || common(&[holes.clone()]).1;
+    assert_ne!(
+        with_planted("plan_hole_is_block_zero", rows),
+        rows(),
+        "the planted fault is not seen"
+    );
 }
 
 #[test]
@@ -172,6 +180,12 @@ fn r40_every_list_is_checked_against_the_sequence() {
             }
         );
     }
+    let beyond = [layer(4, &[1], &[], &[0, 8])];
+    let planned = || plan(&mut Planner::new(), TableMode::PerLayer, 8, &beyond).is_ok();
+    assert!(
+        !planned() && with_planted("plan_tail_unchecked", planned),
+        "the planted fault is not seen"
+    );
     assert!(matches!(
         error(&[layer(0, &[u32::MAX], &[], &[])]),
         PlanError::OutOfRange { .. }
@@ -200,13 +214,69 @@ fn f8_r25_inactive_layers_are_no_rows() {
         table_mode: TableMode::Common,
         layers: &inputs,
     };
-    let rows: Vec<u32> = planner
-        .plan(&input)
-        .unwrap()
-        .layers()
-        .map(|row| row.layer.get())
-        .collect();
-    assert_eq!(rows, [0, 2]);
+    let mut rows = || {
+        let plan = planner.plan(&input).ok()?;
+        Some(plan.layers().map(|row| row.layer.get()).collect::<Vec<_>>())
+    };
+    assert_eq!(rows(), Some(vec![0, 2]));
+    let packed = with_planted("plan_packs_inactive_layers", rows);
+    assert_eq!(packed, None, "the planted fault is not seen");
+}
+
+#[test]
+fn r16_the_counts_of_a_plan_agree_with_its_lists() {
+    let padded = [layer(0, &[1, 2], &[], &[]), layer(1, &[3], &[], &[19, 4])];
+    let cut = [layer(0, &[1, 2, 3], &[], &[]), layer(1, &[4, 5, 6], &[6], &[])];
+    let check = |layers: &[Layer]| {
+        let mut planner = Planner::new();
+        let layers = inputs(layers);
+        let input = PlanInput {
+            seq_blocks: BlockCount(128),
+            table_mode: TableMode::Common,
+            layers: &layers,
+        };
+        let plan = planner.plan(&input).unwrap();
+        for (row, input) in plan.layers().zip(&layers) {
+            assert_eq!(row.new_blocks().index(), row.upload.len());
+            assert!(
+                row.pad
+                    .iter()
+                    .all(|pad| row.upload.contains(pad) && !input.want.contains(pad))
+            );
+            let slots = plan.common_new_slots().map(|slots| slots[0].1);
+            assert!(slots.is_none_or(|slots| slots == row.new_blocks()));
+        }
+        let truncated = plan.layers().map(|row| row.truncated.get()).collect::<Vec<_>>();
+        (plan.kind(), plan.common_new_slots().is_some(), truncated)
+    };
+    assert_eq!(check(&padded), (PlanKind::Delta, true, vec![0, 0]));
+    // Layer 1 comes up with two blocks where layer 0 needs three: one of layer 0's would have been cut.
+    let full = || check(&cut);
+    assert_eq!(full(), (PlanKind::Full, false, vec![1, 0]));
+    assert_ne!(
+        with_planted("plan_truncation_unsaid", full),
+        full(),
+        "the planted fault is not seen"
+    );
+}
+
+#[test]
+fn r30_an_upload_is_ascending_whatever_the_order_of_want_and_tail() {
+    let tail = [11, 3, 8, 2];
+    let of = |want: &[u32]| common(&[layer(0, want, &[4], &tail), layer(1, &[20, 21, 22, 23, 24], &[], &[])]).1;
+    let wants = [[9, 4, 1], [1, 9, 4], [4, 1, 9]];
+    for want in wants {
+        assert_eq!(
+            of(&want)[0],
+            (vec![1, 3, 8, 9, 11], vec![3, 8, 11], 0),
+            "R29: three pads by rank"
+        );
+    }
+    assert_ne!(
+        with_planted("plan_order_of_want", || of(&wants[0])),
+        of(&wants[0]),
+        "the planted fault is not seen"
+    );
 }
 
 /// The plan as the contract words it, with sets of its own.

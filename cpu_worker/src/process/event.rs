@@ -48,6 +48,10 @@ pub enum Event {
         warm_blocks: u64,
         /// Position behind the last record of the journal.
         tail: u64,
+        /// All ranks hold alike, and the pools are not reset (X25).
+        adopted: bool,
+        /// Requests that go on with the blocks that they hold.
+        resumed_requests: u64,
     },
     /// Data flows again: the first transfer since the last worker attached or was adopted is Done on every rank.
     Resumed {

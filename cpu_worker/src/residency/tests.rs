@@ -3,6 +3,7 @@
 use core::num::NonZeroU32;
 
 use kvsluice_layout::ids::{OperationId, Rank, SelectionRevision, TokenCount};
+use kvsluice_layout::planted::with_planted;
 
 use super::*;
 use crate::ledger::{Ack, Acked, Ledger, Submission, Submitted};
@@ -193,17 +194,55 @@ fn r4_the_rows_of_an_upload_name_their_own_blocks_and_destinations() {
     let first = bench.stage([&[40, 41], &[50]]);
     bench.commit(&first);
     bench.stage([&[40, 41, 42], &[50, 51, 52]]);
-    let rows: Vec<(u32, Vec<(u32, u32)>)> = bench
-        .residency
-        .uploads()
-        .map(|(layer, pairs)| {
-            (
-                layer.get(),
-                pairs.map(|(logical, block)| (logical.get(), block.get())).collect(),
-            )
-        })
-        .collect();
-    assert_eq!(rows, [(10, vec![(42, 2)]), (11, vec![(51, 2), (52, 3)])]);
+    let numbers = |(logical, block): (LogicalBlock, DestinationBlock)| (logical.get(), block.get());
+    let rows = || {
+        let uploads = bench.residency.uploads();
+        uploads
+            .map(|(layer, pairs)| (layer.get(), pairs.map(numbers).collect()))
+            .collect::<Vec<(u32, Vec<(u32, u32)>)>>()
+    };
+    assert_eq!(rows(), [(10, vec![(42, 2)]), (11, vec![(51, 2), (52, 3)])]);
+    assert_ne!(
+        with_planted("residency_shares_a_column", rows),
+        rows(),
+        "the planted fault is not seen"
+    );
+}
+
+#[test]
+fn r17_a_residency_names_its_life_its_slots_and_what_is_pending() {
+    let mut bench = bench();
+    let pending = |bench: &Bench| (bench.residency.pending_upload(), bench.residency.pending_retain());
+    assert_eq!(
+        (bench.residency.request_epoch(), bench.residency.pool_generation()),
+        (EPOCH, GENERATION)
+    );
+    let upload = bench.stage([&[40, 41], &[50]]);
+    assert_eq!(pending(&bench), (Some(upload.key()), None));
+    let staged = bench.residency.staged_tables().unwrap();
+    assert_eq!(staged[0].logical_by_slot(), [40, 41].map(|id| Some(LogicalBlock(id))));
+    let nothing: [Vec<u32>; 2] = Default::default();
+    assert_eq!(bench.tables(), nothing, "what is staged is not resident");
+    bench.commit(&upload);
+    let table = &bench.residency.tables()[0];
+    assert_eq!(table.physical_by_slot(), [PhysicalBlock(0), PhysicalBlock(1)]);
+    assert_eq!(
+        bench
+            .residency
+            .tables()
+            .iter()
+            .map(|table| table.valid().get())
+            .collect::<Vec<_>>(),
+        [2, 1]
+    );
+    let (_, retain) = bench.stage_retain([&[0], &[0]]);
+    assert_eq!(pending(&bench), (None, Some(retain.key())));
+    bench.commit(&retain);
+    assert_eq!((pending(&bench), bench.residency.staged_tables()), ((None, None), None));
+    assert_eq!(
+        (bench.residency.map_revision(), bench.residency.revision()),
+        (MapRevision(1), SelectionRevision(2))
+    );
 }
 
 #[test]
@@ -442,6 +481,41 @@ fn r15_r29_the_order_of_the_scores_survives_from_the_selector_to_the_pads() {
 
 #[test]
 fn r32_a_full_plan_replaces_the_tables() {
+    let (mut bench, freed) = fully_planned();
+    assert_eq!(freed, []);
+    assert_eq!(bench.tables(), [vec![2, 3], vec![2]]);
+    let old = [0, 1, 0, 1].map(|block| (GroupId(2), PhysicalBlock(block)));
+    assert_eq!(bench.residency.replaced(), old, "each layer named both");
+
+    // R57: the devices' tables name the old blocks until the retention, also if it is aborted first.
+    let (_, retain) = bench.stage_retain([&[0, 1], &[0]]);
+    let aborted = bench.ledger.abort(b"req-1-2", EPOCH, retain.key().operation).unwrap();
+    let abandoned = bench.residency.abort(&aborted).unwrap();
+    assert_eq!((abandoned.blocks().len(), bench.residency.replaced().len()), (0, 4));
+    let (_, retain) = bench.stage_retain([&[0, 1], &[0]]);
+    assert_eq!(bench.commit(&retain), old[..2]);
+    assert_eq!(bench.residency.replaced(), []);
+
+    let early = with_planted("r57_replaced_blocks_freed_early", || fully_planned().1);
+    assert_eq!(early, old[..2], "the planted fault is not seen");
+}
+
+#[test]
+fn r32_a_life_that_ends_gives_up_what_was_replaced() {
+    let (bench, _) = fully_planned();
+    let mut owners = bench.owners;
+    let mut retired = Vec::new();
+    bench
+        .residency
+        .close(&mut owners, &mut retired)
+        .unwrap()
+        .settle(&mut owners)
+        .unwrap();
+    assert_eq!((retired.len(), owners.all()[0].free_blocks()), (4, BlockCount(8)));
+}
+
+/// Two blocks for each layer, then a full plan for others, committed; and what that freed.
+fn fully_planned() -> (Bench, Vec<(GroupId, PhysicalBlock)>) {
     let mut bench = bench();
     let upload = bench.stage([&[40, 41], &[50, 51]]);
     bench.commit(&upload);
@@ -471,11 +545,8 @@ fn r32_a_full_plan_replaces_the_tables() {
         .unwrap();
     let rows: Vec<usize> = bench.residency.uploads().map(|(_, pairs)| pairs.count()).collect();
     assert_eq!(rows, [2, 1]);
-    assert_eq!(
-        bench.commit(&operation),
-        [(GroupId(2), PhysicalBlock(0)), (GroupId(2), PhysicalBlock(1))]
-    );
-    assert_eq!(bench.tables(), [vec![2, 3], vec![2]]);
+    let freed = bench.commit(&operation);
+    (bench, freed)
 }
 
 #[test]
@@ -507,4 +578,35 @@ fn r57_a_retention_commits_after_all_its_steps_and_names_what_it_released() {
         .unwrap();
     assert_eq!(retention.released(), [(GroupId(2), PhysicalBlock(0))]);
     assert_eq!(bench.tables(), [vec![1], vec![1]]);
+}
+
+#[test]
+fn x25_a_resumed_residency_references_what_its_tables_name_and_holds_the_rest_until_the_retention() {
+    let mut bench = bench();
+    let group = GroupId(2);
+    let (layers, blocks) = ([10, 11], [3, 5, 6].map(PhysicalBlock));
+    bench.owners.of(group).unwrap().claim(&blocks).unwrap();
+    let table = |layer, logical: [u32; 2], physical: [u32; 2]| {
+        let logical = logical.map(|block| Some(LogicalBlock(block))).to_vec();
+        let physical = physical.map(PhysicalBlock).to_vec();
+        LayerTable::new(DecoderLayer(layer), group, logical, physical, BlockCount(2)).unwrap()
+    };
+    let tables = vec![table(layers[0], [40, 41], [3, 5]), table(layers[1], [50, 41], [3, 5])];
+    let revisions = (MapRevision(4), SelectionRevision(9));
+    let owned = blocks.map(|block| (group, block)).to_vec();
+    let resumed = Residency::resumed(EPOCH, GENERATION, revisions, tables.clone(), owned, &mut bench.owners).unwrap();
+    let references = |owners: &Owners| {
+        blocks.map(|block| {
+            let of = owners.all()[0].references(block);
+            (of.layers, of.transfers)
+        })
+    };
+    assert_eq!(references(&bench.owners), [(2, 0), (2, 0), (0, 1)]);
+    assert_eq!(resumed.replaced(), [(group, PhysicalBlock(6))]);
+    assert_eq!((resumed.tables(), resumed.staged_tables()), (&tables[..], None));
+    assert_eq!((resumed.map_revision(), resumed.revision()), revisions);
+    let mut retired = Vec::new();
+    let abandoned = resumed.close(&mut bench.owners, &mut retired).unwrap();
+    assert_eq!((abandoned.blocks().len(), retired.len()), (0, 3));
+    assert_eq!(bench.owners.all()[0].free_blocks(), BlockCount(8));
 }

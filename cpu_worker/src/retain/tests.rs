@@ -103,6 +103,23 @@ fn r6_no_single_table_serves_layers_that_keep_different_slots() {
 }
 
 #[test]
+fn r9_every_plan_attends_what_its_layer_keeps_and_no_union() {
+    let subsets: [&[u32]; 8] = [&[], &[0], &[1], &[2], &[0, 1], &[0, 2], &[1, 2], &[0, 1, 2]];
+    let exact = || {
+        let both = subsets.iter().flat_map(|a| subsets.iter().map(move |b| (*a, *b)));
+        both.into_iter().all(|(a, b)| {
+            let of = |keep: &[u32]| keep.iter().map(|slot| 10 + slot).collect::<Vec<_>>();
+            [true, false].iter().all(|layer_tables| {
+                let (_, tables, _) = retain(&[layer(&[10, 11, 12], a), layer(&[10, 11, 12], b)], *layer_tables);
+                tables == [of(a), of(b)]
+            })
+        })
+    };
+    assert!(exact());
+    assert!(!with_planted("retain_union", exact), "the planted fault is not seen");
+}
+
+#[test]
 fn r7_r52_equal_sets_in_another_order_share_no_table() {
     let remap = || retain(&[layer(&[10, 11, 12], &[0, 2]), layer(&[10, 11, 12], &[2, 0])], true);
     assert_eq!(remap().0, RetainKind::LayerTableRemap);
@@ -147,13 +164,18 @@ fn r53_epoch_generation_bounds_and_repeats_are_checked_in_this_order() {
         ..good
     };
     assert!(matches!(error(&old), RetainError::StaleEpoch { .. }));
-    assert!(matches!(
-        error(&RetainInput {
-            request_epoch: RequestEpoch(1),
-            ..old
-        }),
-        RetainError::StaleGeneration { .. }
-    ));
+    let stale = RetainInput {
+        request_epoch: RequestEpoch(1),
+        ..old
+    };
+    assert!(matches!(error(&stale), RetainError::StaleGeneration { .. }));
+    assert!(
+        with_planted("retain_generation_unchecked", || matches!(
+            error(&stale),
+            RetainError::Valid { .. }
+        )),
+        "the planted fault is not seen"
+    );
     assert!(matches!(error(&good), RetainError::Valid { .. }));
     rows[0].valid = BlockCount(2);
     assert!(matches!(

@@ -1,6 +1,5 @@
 //! What follows from the end of an operation: commit on every rank's Done, abort else (R50, R57, R59, X15).
 
-use kvsluice_layout::planted::planted;
 use kvsluice_layout::record::{Kind, Terminal};
 use kvsluice_transport::producer::Completion;
 use kvsluice_transport::shared::{Shared, SharedMut};
@@ -10,7 +9,6 @@ use super::hands::Hands;
 use super::request::{Ending, Request, Retaining, Step, Transfer};
 use super::retention::add_us;
 use super::upload::planned_bytes;
-use crate::owner::Reference;
 
 impl<C: SharedMut, R: Shared, P: SharedMut> Hands<C, R, P> {
     /// An upload, its Keep or its Abort ended. The outcome counts once both have.
@@ -56,16 +54,6 @@ impl<C: SharedMut, R: Shared, P: SharedMut> Hands<C, R, P> {
 
     fn commit_upload(&mut self, request: &mut Request, transfer: &Transfer) -> Result<(), RoundsError> {
         let committed = self.acknowledge(request, &transfer.operation)?;
-        if transfer.replaces && !planted("r57_replaced_blocks_freed_early") {
-            // R57: the devices' tables still name the old blocks, until the Retain.
-            for table in request.residency.tables() {
-                let owner = self.owners.of(table.group())?;
-                for &block in table.named() {
-                    owner.acquire(block, Reference::Transfer)?;
-                    request.named_by_devices.push((table.group(), block));
-                }
-            }
-        }
         request
             .residency
             .commit(&committed, &mut self.owners, &mut Vec::new())?;
@@ -99,15 +87,11 @@ impl<C: SharedMut, R: Shared, P: SharedMut> Hands<C, R, P> {
         let retention = retaining.retention.apply(&retaining.affected).map_err(|(_, why)| why)?;
         let retired = retention.commit(&committed, &mut request.residency, &mut self.owners);
         let retired = retired.map_err(|(_, why)| why)?;
-        let mut released = retired.released().len() as u64;
-        for (group, block) in request.named_by_devices.drain(..) {
-            released += u64::from(self.owners.of(group)?.release(block, Reference::Transfer)?);
-        }
         for (slots, table) in request.device_slots.iter_mut().zip(request.residency.tables()) {
             *slots = table.valid().get();
         }
         let costs = &mut request.record.costs;
-        costs.blocks_released += released; // R66: apart from the bytes that moved
+        costs.blocks_released += retired.released().len() as u64; // R66: apart from the bytes that moved
         costs.gpu_compaction_bytes = costs.gpu_compaction_bytes.saturating_add(completion.bytes_moved); // X33
         let retain_us = &mut costs.retain_us;
         let device_ns = completion.device_ns;

@@ -2,8 +2,8 @@
 #![forbid(unsafe_code)]
 
 use kvsluice_layout::ids::{
-    BlockCount, DecoderLayer, GroupId, LogicalBlock, MapRevision, OperationId, PhysicalBlock, PoolGeneration,
-    RequestEpoch, SelectionRevision, TokenCount,
+    BlockCount, DecoderLayer, LogicalBlock, MapRevision, OperationId, PoolGeneration, RequestEpoch, SelectionRevision,
+    TokenCount,
 };
 use kvsluice_layout::record::Terminal;
 
@@ -18,6 +18,9 @@ use crate::selection::LayerSelection;
 use crate::selector::{SelectError, SelectInput, Selector};
 use crate::store::BlockTag;
 use crate::trace::{TRACE_BLOCK_TOKENS, TraceRequest};
+
+/// What the ids of a trace's requests begin with; the number follows.
+const ID_PREFIX: &str = "request-";
 
 /// Why a request ends, and what follows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -93,8 +96,6 @@ pub(super) struct Request {
     pub(super) blocks: BlockCount,
     /// By planned layer: slots of the table that the devices hold. Later slots are new to them.
     pub(super) device_slots: Vec<u32>,
-    /// Blocks that the devices' tables still name after a commit that replaced ours: kept until the Retain.
-    pub(super) named_by_devices: Vec<(GroupId, PhysicalBlock)>,
     /// Times that the device failed.
     pub(super) failures: u32,
     /// The request has finished: no more rounds.
@@ -113,7 +114,7 @@ impl Request {
         };
         Self {
             number,
-            id: format!("request-{number}").into_bytes(),
+            id: format!("{ID_PREFIX}{number}").into_bytes(),
             tags: trace.hash_ids.iter().take(whole).map(|hash| BlockTag(*hash)).collect(),
             partial: f64::from(trace.input_length % TRACE_BLOCK_TOKENS) / f64::from(TRACE_BLOCK_TOKENS),
             per_group,
@@ -125,7 +126,6 @@ impl Request {
             selection: Vec::new(),
             blocks: BlockCount(0),
             device_slots: Vec::new(),
-            named_by_devices: Vec::new(),
             failures: 0,
             finished: false,
             record: RoundRecord::default(),
@@ -143,8 +143,24 @@ impl Request {
             Step::Upload
         };
         self.device_slots = vec![0; layers.len()];
-        self.named_by_devices.clear();
         self.selection.clear();
+    }
+
+    /// Goes on with what an earlier producer made resident, in the first round whose sequence has all of it.
+    pub(super) fn resume(&mut self, residency: Residency, rounds: u32) {
+        let tables = residency.tables();
+        let held = tables.iter().flat_map(|table| table.logical_by_slot()).flatten();
+        let needed = held.map(|block| block.get() + 1).max().unwrap_or(0);
+        let to_come = self.blocks_max().saturating_sub(needed);
+        self.round = rounds.saturating_sub(1).saturating_sub(to_come);
+        self.device_slots = tables.iter().map(|table| table.valid().get()).collect();
+        self.residency = residency;
+    }
+
+    /// The number of the request with this id, where it is one of a trace.
+    pub(super) fn number_of(id: &[u8]) -> Option<u64> {
+        let number = std::str::from_utf8(id).ok()?.strip_prefix(ID_PREFIX)?;
+        number.parse().ok().filter(|found: &u64| found.to_string() == number)
     }
 
     /// The tag of a block of the sequence.

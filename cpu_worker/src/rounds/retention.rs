@@ -34,7 +34,9 @@ impl<C: SharedMut, R: Shared, P: SharedMut> Hands<C, R, P> {
         let changes = |request: &Request, index: usize| {
             let (table, keep) = (request.residency.tables().get(index)?, keeps.get(index)?);
             let devices = request.device_slots.get(index).copied()?;
-            Some(devices != table.valid().get() || keep.len() != table.valid().index())
+            let replaced = request.residency.replaced();
+            let other = devices != table.valid().get() || replaced.iter().any(|(group, _)| *group == table.group());
+            Some(other || keep.len() != table.valid().index())
         };
         let changed: Vec<GroupId> = {
             let layers = self.layers.iter().enumerate();

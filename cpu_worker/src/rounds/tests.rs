@@ -302,7 +302,7 @@ fn a_workload_that_is_stopped_ends_with_the_next_step_of_each_request_and_leaves
 }
 
 #[test]
-fn r19_the_rounds_log_has_one_line_for_every_round_and_its_costs_add_up() {
+fn r2_the_rounds_log_has_one_line_for_every_round_and_its_costs_add_up() {
     let mut bench = Bench::new(&sample(96, 128, 0), RING, few(20));
     bench.rounds.keep_log();
     let mut log = Vec::new();

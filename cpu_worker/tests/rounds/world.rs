@@ -296,7 +296,7 @@ impl World {
                 .iter()
                 .map(|block| (table.group(), *block, Reference::Layer))
         });
-        let staged = live().flat_map(|(_, residency)| residency.destinations());
+        let staged = live().flat_map(|(_, residency)| residency.destinations().iter().chain(residency.replaced()));
         let waiting = self.abandoned.iter().flat_map(|(_, abandoned)| abandoned.blocks());
         let transfers = staged
             .chain(waiting)

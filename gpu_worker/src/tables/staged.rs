@@ -93,6 +93,17 @@ pub enum TableFault {
     },
 }
 
+/// A row of a Keep or a Retain: the table that it makes.
+#[derive(Clone, Copy, Debug)]
+pub struct NewTable<'a> {
+    /// (Old slot or new, physical block), or (physical block read, written), in slot order.
+    pub pairs: &'a [Pair],
+    /// What each block holds by the producer's account, or nothing.
+    pub tags: &'a [u64],
+    /// Tokens that are valid.
+    pub valid_tokens: u32,
+}
+
 /// A private copy of a request's state, to be changed and then swapped in or discarded, whole. Rows come from a plan
 /// that passed the lease check: ids in range, no block twice in a row (X9).
 ///
@@ -185,7 +196,8 @@ impl Staged {
     }
 
     /// A shared remap: one table for all layers of `group`, from (old slot or new, physical block) in slot order (R51).
-    pub fn remap_shared(&mut self, group: GroupId, pairs: &[Pair], valid_tokens: u32) -> Result<(), TableFault> {
+    pub fn remap_shared(&mut self, group: GroupId, table: NewTable<'_>) -> Result<(), TableFault> {
+        let pairs = table.pairs;
         self.settle();
         let shared = self.group(group)?.shared;
         for pair in pairs {
@@ -199,14 +211,14 @@ impl Staged {
             };
             self.check(group, pair, found)?;
         }
-        self.check_size(group, pairs, valid_tokens)?;
+        self.check_size(group, table)?;
         let of = self
             .next
             .groups
             .get_mut(group.index())
             .ok_or(TableFault::Unknown { found: group.0 })?;
         of.shared = true;
-        of.table.set(pairs, valid_tokens);
+        of.table.set(table);
         for layer in self.shape.layers_of(group) {
             self.next.layers.get_mut(layer).into_iter().for_each(Table::clear);
         }
@@ -214,28 +226,30 @@ impl Staged {
     }
 
     /// A layer remap: the table of `layer`, from (old slot or new, physical block) in slot order (R53).
-    pub fn remap_layer(&mut self, layer: DecoderLayer, pairs: &[Pair], valid_tokens: u32) -> Result<(), TableFault> {
+    pub fn remap_layer(&mut self, layer: DecoderLayer, table: NewTable<'_>) -> Result<(), TableFault> {
+        let pairs = table.pairs;
         self.settle();
         let group = self.group_of(layer)?;
         for pair in pairs {
-            let table = self.next.table(group, layer.index());
-            self.check(group, pair, table.and_then(|table| held(table, pair.source)))?;
+            let old = self.next.table(group, layer.index());
+            self.check(group, pair, old.and_then(|old| held(old, pair.source)))?;
         }
-        self.check_size(group, pairs, valid_tokens)?;
-        self.replace_layer(group, layer, pairs, valid_tokens)
+        self.check_size(group, table)?;
+        self.replace_layer(group, layer, table)
     }
 
     /// A byte move: the table of `layer` becomes the blocks written, in slot order, a block that stays named as (block,
     /// block). What is read belongs to the request; what is written does from now on.
-    pub fn move_layer(&mut self, layer: DecoderLayer, pairs: &[Pair], valid_tokens: u32) -> Result<(), TableFault> {
+    pub fn move_layer(&mut self, layer: DecoderLayer, table: NewTable<'_>) -> Result<(), TableFault> {
+        let pairs = table.pairs;
         self.settle();
         let group = self.group_of(layer)?;
         for pair in pairs {
             self.check_owned(group, pair.source)?;
         }
         self.own(group, pairs.iter().map(|pair| pair.destination))?;
-        self.check_size(group, pairs, valid_tokens)?;
-        self.replace_layer(group, layer, pairs, valid_tokens)
+        self.check_size(group, table)?;
+        self.replace_layer(group, layer, table)
     }
 
     /// The request ends with this change: it owns nothing, and its slot is free after the swap.
@@ -244,13 +258,7 @@ impl Staged {
         self.ended = true;
     }
 
-    fn replace_layer(
-        &mut self,
-        group: GroupId,
-        layer: DecoderLayer,
-        pairs: &[Pair],
-        valid_tokens: u32,
-    ) -> Result<(), TableFault> {
+    fn replace_layer(&mut self, group: GroupId, layer: DecoderLayer, table: NewTable<'_>) -> Result<(), TableFault> {
         let State { groups, layers, .. } = &mut self.next;
         let of = groups
             .get_mut(group.index())
@@ -267,11 +275,14 @@ impl Staged {
         layers
             .get_mut(layer.index())
             .ok_or(TableFault::Unknown { found: layer.0 })?
-            .set(pairs, valid_tokens);
+            .set(table);
         Ok(())
     }
 
-    fn check_size(&self, group: GroupId, pairs: &[Pair], valid_tokens: u32) -> Result<(), TableFault> {
+    fn check_size(&self, group: GroupId, table: NewTable<'_>) -> Result<(), TableFault> {
+        let NewTable {
+            pairs, valid_tokens, ..
+        } = table;
         let blocks_max = self.shape.limits.blocks_max;
         if pairs.len() > blocks_max as usize {
             return Err(TableFault::TooLong {

@@ -41,6 +41,14 @@ fn operation(g: u64, r: u64) -> Operation {
     }
 }
 
+fn new_table(pairs: &[Pair], valid_tokens: u32) -> NewTable<'_> {
+    NewTable {
+        pairs,
+        tags: &[],
+        valid_tokens,
+    }
+}
+
 fn pairs(ids: &[(u32, u32)]) -> Vec<Pair> {
     ids.iter()
         .map(|&(source, destination)| Pair { source, destination })
@@ -54,7 +62,7 @@ fn holding(request: &[u8], blocks: &[u32]) -> TableStore {
     staged.own(GROUP, blocks.iter().copied()).unwrap();
     let new: Vec<_> = blocks.iter().map(|&block| (NEW_SLOT, block)).collect();
     staged
-        .remap_shared(GROUP, &pairs(&new), blocks.len() as u32 * 4)
+        .remap_shared(GROUP, new_table(&pairs(&new), blocks.len() as u32 * 4))
         .unwrap();
     store.swap(staged).unwrap();
     store
@@ -64,7 +72,9 @@ fn holding(request: &[u8], blocks: &[u32]) -> TableStore {
 fn r51_a_shared_table_is_rewritten_with_the_kept_slots() {
     let mut store = holding(b"a", &[10, 11, 12]);
     let mut staged = store.stage(b"a", &operation(2, 2)).unwrap();
-    staged.remap_shared(GROUP, &pairs(&[(0, 10), (2, 12)]), 8).unwrap();
+    staged
+        .remap_shared(GROUP, new_table(&pairs(&[(0, 10), (2, 12)]), 8))
+        .unwrap();
     assert_eq!(
         store.table(b"a", DecoderLayer(1)),
         Some(([10, 11, 12].as_slice(), 12)),
@@ -83,10 +93,10 @@ fn r6_r8_layers_keep_different_slots_and_the_owner_set_is_apart() {
     let mut store = holding(b"a", &[10, 11, 12]);
     let mut staged = store.stage(b"a", &operation(2, 2)).unwrap();
     staged
-        .remap_layer(DecoderLayer(0), &pairs(&[(0, 10), (2, 12)]), 8)
+        .remap_layer(DecoderLayer(0), new_table(&pairs(&[(0, 10), (2, 12)]), 8))
         .unwrap();
     staged
-        .remap_layer(DecoderLayer(1), &pairs(&[(2, 12), (1, 11)]), 8)
+        .remap_layer(DecoderLayer(1), new_table(&pairs(&[(2, 12), (1, 11)]), 8))
         .unwrap();
     store.swap(staged).unwrap();
     let table = |store: &TableStore, layer| store.table(b"a", DecoderLayer(layer)).unwrap().0.to_vec();
@@ -106,7 +116,7 @@ fn r6_r8_layers_keep_different_slots_and_the_owner_set_is_apart() {
     assert_eq!(table(&store, 1), [12, 11]);
     let mut staged = store.stage(b"a", &operation(4, 4)).unwrap();
     staged
-        .remap_shared(GROUP, &pairs(&[(1, 11), (NEW_SLOT, 20)]), 5)
+        .remap_shared(GROUP, new_table(&pairs(&[(1, 11), (NEW_SLOT, 20)]), 5))
         .unwrap();
     staged.own_only_named(GROUP).unwrap();
     store.swap(staged).unwrap();
@@ -119,9 +129,9 @@ fn r53_a_byte_move_leaves_the_blocks_written_in_slot_order() {
     let mut store = holding(b"a", &[10, 11, 12]);
     let mut staged = store.stage(b"a", &operation(2, 2)).unwrap();
     staged
-        .move_layer(DecoderLayer(0), &pairs(&[(10, 10), (12, 11)]), 8)
+        .move_layer(DecoderLayer(0), new_table(&pairs(&[(10, 10), (12, 11)]), 8))
         .unwrap();
-    let unowned = staged.move_layer(DecoderLayer(1), &pairs(&[(13, 10)]), 4);
+    let unowned = staged.move_layer(DecoderLayer(1), new_table(&pairs(&[(13, 10)]), 4));
     assert_eq!(
         unowned,
         Err(TableFault::NotOwned {
@@ -131,7 +141,7 @@ fn r53_a_byte_move_leaves_the_blocks_written_in_slot_order() {
     store.discard(staged);
     let mut staged = store.stage(b"a", &operation(2, 2)).unwrap();
     staged
-        .move_layer(DecoderLayer(0), &pairs(&[(10, 10), (12, 30)]), 8)
+        .move_layer(DecoderLayer(0), new_table(&pairs(&[(10, 10), (12, 30)]), 8))
         .unwrap();
     store.swap(staged).unwrap();
     assert_eq!(store.table(b"a", DecoderLayer(0)), Some(([10, 30].as_slice(), 8)));
@@ -183,8 +193,10 @@ fn r59_a_change_that_is_refused_or_discarded_leaves_no_trace() {
         for (row, valid, fault) in &faults {
             let mut staged = store.stage(b"a", &operation(2, 2)).unwrap();
             staged.own(GROUP, [50]).unwrap();
-            staged.remap_layer(DecoderLayer(0), &pairs(&[(2, 12)]), 4).unwrap();
-            all &= staged.remap_layer(DecoderLayer(1), row, *valid) == Err(*fault);
+            staged
+                .remap_layer(DecoderLayer(0), new_table(&pairs(&[(2, 12)]), 4))
+                .unwrap();
+            all &= staged.remap_layer(DecoderLayer(1), new_table(row, *valid)) == Err(*fault);
             store.discard(staged);
         }
         let mut staged = store.stage(b"b", &operation(1, 1)).unwrap();
@@ -305,10 +317,13 @@ fn digests_tell_state_from_state() -> bool {
             if g == 1 {
                 staged.own(GROUP, [12, 10, 11]).unwrap();
                 staged
-                    .remap_shared(GROUP, &pairs(&[(NEW_SLOT, 10), (NEW_SLOT, 11), (NEW_SLOT, 12)]), 12)
+                    .remap_shared(
+                        GROUP,
+                        new_table(&pairs(&[(NEW_SLOT, 10), (NEW_SLOT, 11), (NEW_SLOT, 12)]), 12),
+                    )
                     .unwrap();
             } else {
-                staged.remap_layer(DecoderLayer(1), &pairs(kept), 8).unwrap();
+                staged.remap_layer(DecoderLayer(1), new_table(&pairs(kept), 8)).unwrap();
             }
             digests.insert((request, g), store.swap(staged).unwrap().digest);
         }
@@ -330,7 +345,9 @@ fn i9_equal_state_has_an_equal_digest_on_every_rank_and_another_slot_order_anoth
 fn field_33_field_34_an_image_has_one_stride_and_poison_behind_each_row() {
     let mut store = holding(b"a", &[10, 11, 12]);
     let mut staged = store.stage(b"a", &operation(2, 2)).unwrap();
-    staged.remap_layer(DecoderLayer(1), &pairs(&[(1, 11)]), 3).unwrap();
+    staged
+        .remap_layer(DecoderLayer(1), new_table(&pairs(&[(1, 11)]), 3))
+        .unwrap();
     let mut image = vec![1; 3];
     staged.image(&mut image);
     assert_eq!(image.len() as u32, store.spec().words);

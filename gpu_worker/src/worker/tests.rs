@@ -16,11 +16,11 @@ use kvsluice_transport::port::Port;
 use kvsluice_transport::producer::{Completion, Producer};
 use kvsluice_transport::shared::Heap;
 
-use super::{Step, Verifier, Verify, Worker, WorkerSpec};
+use super::{Step, Verifier, Verify, Worker, WorkerError, WorkerSpec};
 use crate::copy::HostPool;
 use crate::device::adversary::{Adversary, Fault};
 use crate::device::host::{HostDevice, KernelMemory, KernelState, Stepper};
-use crate::device::{Access, Device, DeviceSpec, HostSpan, TABLE_POISON};
+use crate::device::{Access, Device, DeviceLost, DeviceSpec, HostSpan, TABLE_POISON};
 use crate::tables::{ROW_HEADER_WORDS, TableLimits, TableStore};
 
 const SLOTS: usize = 8;
@@ -47,6 +47,11 @@ fn request(id: u64) -> Operation {
 
 impl Rig {
     fn new(name: &str, adversary: Adversary) -> Self {
+        Self::with(name, adversary, None)
+    }
+
+    /// `stalls`: most commands of a queue, and the watchdog's patience in nanoseconds.
+    fn with(name: &str, adversary: Adversary, stalls: Option<(u32, u64)>) -> Self {
         let sizing = Sizing {
             source_blocks: Some(64),
             device_blocks: Some(64),
@@ -76,7 +81,9 @@ impl Rig {
             requests_max: 4,
             blocks_max: 64,
         };
-        let spec = DeviceSpec::allocate(map.device_bytes(), TableStore::new(&map, limits).spec());
+        let mut spec = DeviceSpec::allocate(map.device_bytes(), TableStore::new(&map, limits).spec());
+        let (commands_max, watchdog_ns) = stalls.unwrap_or((spec.commands_max, 0));
+        spec.commands_max = commands_max;
         let mut device = HostDevice::stepped(spec, adversary).expect("device");
         let stepper = device.stepper();
         let mut pool = vec![0_u8; map.pool_bytes() as usize].into_boxed_slice();
@@ -92,7 +99,7 @@ impl Rig {
             write_back_slots: (0, slot_bytes),
             tables: limits,
             verifier,
-            watchdog_ns: 0,
+            watchdog_ns,
         };
         let worker = Worker::new(port, map.clone(), device, spec);
         let mut pair = Self {
@@ -378,4 +385,108 @@ fn x24a_after_a_reset_no_table_in_device_memory_names_a_block() {
     assert_eq!(first_word(), Some(TABLE_POISON));
     let planted = with_planted("x24a_reset_keeps_device_tables", first_word);
     assert_eq!(planted, Some(5), "the planted fault is not seen");
+}
+
+#[test]
+fn r59_an_operation_that_cannot_be_verified_fails_and_changes_no_table() {
+    let play = |at| {
+        let mut pair = filled("sample", Adversary::late(10).with(at, Fault::FailCopy));
+        let upload = pair.upload(1, &[(3, 5)]);
+        if pair.run(&upload).terminal != Terminal::Done {
+            assert!(
+                pair.worker.tables().get(b"a-request").is_none(),
+                "submit {at}: nothing is owned"
+            );
+            return 'u';
+        }
+        let table = retain(&pair, 2, RetainMode::LayerTables, &[(NEW_SLOT, 5)], &[tag(3)]);
+        let ended = pair.run(&table).terminal;
+        let view = pair.worker.tables().get(b"a-request").expect("request");
+        let layer = pair
+            .worker
+            .tables()
+            .table(b"a-request", DecoderLayer(0))
+            .expect("table");
+        if ended == Terminal::Done {
+            assert_eq!(layer.0, [5]);
+            return '-';
+        }
+        assert_eq!((view.map_revision(), layer.0), (MapRevision(1), &[][..]), "submit {at}");
+        'r'
+    };
+    let ends: String = (0..).map(play).take_while(|end| *end != '-').collect();
+    let layers = preset("sample").expect("preset").layers.len();
+    let (uploads, retains) = (ends.matches('u').count(), ends.matches('r').count());
+    // Every layer is copied once and read back, for the upload and for the table.
+    assert!(uploads >= 2 * layers && retains >= layers, "{ends}");
+    let first_read = layers as u64;
+    let planted = with_planted("r59_unverified_applies", || play(first_read));
+    assert_ne!(planted, 'u', "the planted fault");
+}
+
+#[test]
+fn x24a_a_reset_is_done_whatever_failed_before_it() {
+    // By submit that fails: how the Resets ended that came then. Compute waits for new tables, so what fails there is
+    // passed on to compute, and from there by the next fence to the copies.
+    let resets_after = |at| {
+        let mut pair = filled("sample", Adversary::late(11).with(at, Fault::FailCopy));
+        let tables = [&[(NEW_SLOT, 5), (NEW_SLOT, 6)], &[(6, 5), (5, 6)]];
+        let drafts = [
+            pair.upload(1, &[(3, 5), (4, 6)]),
+            retain(&pair, 2, RetainMode::LayerTables, tables[0], &[tag(3), tag(4)]),
+            retain(&pair, 3, RetainMode::ByteMove, tables[1], &[tag(4), tag(3)]),
+        ];
+        drafts
+            .iter()
+            .any(|draft| pair.run(draft).terminal != Terminal::Done)
+            .then(|| {
+                [2, 3, 4].map(|generation| {
+                    let mut reset = PlanDraft::new();
+                    reset.reset(PoolGeneration(generation));
+                    pair.run(&reset).terminal
+                })
+            })
+    };
+    let all = || (0..).map_while(resets_after).collect::<Vec<_>>();
+    let ended = all();
+    assert!(ended.len() > 8, "{} submits failed", ended.len());
+    assert!(
+        ended.iter().flatten().all(|ended| *ended == Terminal::Done),
+        "{ended:?}"
+    );
+    let planted = with_planted("x24a_reset_inherits_failures", all);
+    assert!(
+        planted.iter().flatten().any(|ended| *ended == Terminal::Failed),
+        "the planted fault"
+    );
+}
+
+#[test]
+fn d5_an_operation_for_which_a_stalled_device_has_no_room_ends_with_the_device() {
+    let steps = || {
+        let mut pair = Rig::with("sample", Adversary::default(), Some((16, 1_000_000)));
+        // A kernel that never ends, and as many behind it as fit.
+        let engine = pair.worker.device_mut().engine();
+        for _ in 0..2 {
+            while engine.launch(|_: &KernelMemory<'_>| KernelState::Again).is_ok() {}
+            pair.stepper.step();
+        }
+        pair.producer.publish(&pair.upload(1, &[(3, 5)])).expect("published");
+        for _ in 0..100 {
+            pair.now_ns += 100_000;
+            pair.stepper.step();
+            if let Err(error) = pair.worker.step(pair.now_ns) {
+                pair.producer.poll_thorough();
+                return Some((error, pair.producer.next_completion().map(|ended| ended.terminal)));
+            }
+        }
+        None
+    };
+    let lost = WorkerError::DeviceLost(DeviceLost::Condemned);
+    assert_eq!(steps(), Some((lost, Some(Terminal::Failed))));
+    assert_eq!(
+        with_planted("d5_want_of_room_is_no_run", steps),
+        None,
+        "the planted fault"
+    );
 }

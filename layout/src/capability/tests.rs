@@ -95,6 +95,25 @@ fn unnoticed(changes: &[(&'static str, Change)]) -> Vec<&'static str> {
 }
 
 #[test]
+fn r19_both_sides_start_with_one_compaction_method_or_not_at_all() {
+    let of = |unit| Capability {
+        selection_unit: Some(unit),
+        ..capability()
+    };
+    let agreed = |ours, theirs| negotiate(&of(ours), &of(theirs)).map(|agreed| agreed.selection_unit);
+    let (block, token) = (SelectionUnit::Block, SelectionUnit::Token);
+    assert_eq!((agreed(block, block), agreed(token, token)), (Ok(block), Ok(token)));
+    let refused = || [agreed(block, token), agreed(token, block)].map(|outcome| outcome.err().map(|error| error.field));
+    assert_eq!(refused(), [Some("selection_unit"); 2]);
+    #[cfg(feature = "planted")]
+    assert_ne!(
+        crate::planted::with_planted("r19_each_side_its_method", refused),
+        refused(),
+        "the planted fault is not seen"
+    );
+}
+
+#[test]
 fn r20_each_field_altered_alone_is_refused_by_its_name_on_both_sides() {
     assert_eq!(unnoticed(&ALTERED), Vec::<&str>::new());
 }

@@ -6,6 +6,7 @@ use kvsluice_layout::ids::ProcessEpoch;
 use kvsluice_layout::plan::seal;
 use kvsluice_layout::planes::GeometryMap;
 use kvsluice_layout::presets::{Sizing, preset};
+use kvsluice_layout::record::{Kind, LINE_WORDS};
 use kvsluice_layout::region::{CONSUMED_AT, INCARNATION_AT, MEMBERSHIP_AT, MIN_RING_BYTES, RegionMap, SLOTS_AT};
 use kvsluice_transport::ring::RingShape;
 use kvsluice_transport::shared::{Heap, Shared};
@@ -103,6 +104,10 @@ pub(super) fn dress(lines: &mut [u64], position: u64, sealed: u8) {
             let line = &mut lines[at..end];
             line[0] = position + at as u64 * 8 + 1;
             line[4] = PRODUCER.0;
+            // X24a: the generation of a port that has read no Reset; a Reset keeps its own.
+            if (line[2] >> 32) as u16 != Kind::Reset as u16 && line.len() > LINE_WORDS {
+                line[7] = 0;
+            }
             line[2] = line[2] & !0xFFFF_FFFF | (line.len() * 8) as u64;
             seal(line);
         }

@@ -1,5 +1,6 @@
 //! Texts: the messages of attaching and takeover, capability, geometry, residency, trace, names.
 
+use kvsluice_cpu_worker::adoption::agree;
 use kvsluice_cpu_worker::trace::{TRACE_BLOCK_TOKENS, Trace};
 use kvsluice_layout::capability::{Capability, GeometryHash, SelectionUnit, SourceKinds, negotiate};
 use kvsluice_layout::export::ResidencyExport;
@@ -44,7 +45,7 @@ pub fn texts(data: &[u8]) {
                     // A log line stays one.
                     assert!(!mismatch.to_string().chars().any(char::is_control));
                 }
-                WorkerSays::Attached | WorkerSays::Surviving(_) => {}
+                WorkerSays::Attached | WorkerSays::Residency | WorkerSays::Surviving(_) => {}
             }
         }
         1 => {
@@ -62,7 +63,13 @@ pub fn texts(data: &[u8]) {
                 assert_both_sides_agree(&capability);
             }
         }
-        3 => _ = message::<ResidencyExport>(text),
+        3 => {
+            if let Some(report) = message::<ResidencyExport>(text) {
+                // What two ranks say alike is what both say.
+                let both = agree(vec![report.clone(), report.clone()], 2);
+                assert!(both.is_err() || both.is_ok_and(|both| both == report));
+            }
+        }
         4 => {
             let Ok(text) = str::from_utf8(text) else { return };
             let Ok(geometry) = Geometry::from_toml(text) else {

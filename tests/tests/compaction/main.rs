@@ -14,6 +14,7 @@ mod observer;
 mod rig;
 mod through_tables;
 
+mod every_store;
 mod finishing;
 mod late_ranks;
 mod random_rounds;

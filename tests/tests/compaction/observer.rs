@@ -12,7 +12,7 @@ use kvsluice_transport::port::{Incoming, Outcome, Port};
 use kvsluice_transport::producer::Producer;
 use kvsluice_transport::shared::Heap;
 
-use crate::rig::Memory;
+use crate::rig::{Memory, Own};
 
 /// By layer: the content tag of each slot.
 pub(crate) type Tags = Vec<Vec<u64>>;
@@ -39,7 +39,7 @@ pub(crate) struct Observer {
 }
 
 impl Observer {
-    pub(crate) fn new(memory: &Memory, producer: &Producer<Heap, Heap>) -> Self {
+    pub(crate) fn new(memory: &Memory, producer: &Producer<Own, Own>) -> Self {
         let (control, segment) = (memory.control.clone(), Heap::new(memory.regions.rank_bytes()));
         let (leases, shape) = (LeaseTable::new(&memory.map), producer.shape());
         let epoch = ProcessEpoch(0x0B5);

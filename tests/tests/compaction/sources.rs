@@ -15,9 +15,9 @@ use kvsluice_layout::presets::preset;
 use kvsluice_layout::record::{SourceKind, Terminal};
 use kvsluice_layout::refusal::Refusal;
 use kvsluice_transport::producer::{Completion, Producer, PublishError};
-use kvsluice_transport::shared::{Heap, Shared};
+use kvsluice_transport::shared::Shared;
 
-use crate::rig::{Memory, PRODUCER, RankEnd, Rig, few, goes_red, sample};
+use crate::rig::{Memory, Own, PRODUCER, RankEnd, Rig, few, goes_red, sample};
 
 /// The bytes of every frame that a record in flight reads.
 fn leased_frames(rig: &Rig) -> Vec<(SourceBlock, Vec<u8>)> {
@@ -100,7 +100,7 @@ fn f9_a_source_of_another_groups_owner_is_refused_by_the_producer_and_by_every_r
     // A producer that checks against another geometry publishes it; no rank believes it.
     let memory = Memory::new(&honest);
     let leases = LeaseTable::new(&GeometryMap::new(&hostile).unwrap());
-    let mut producer = Producer::new(memory.control.clone(), memory.regions.clone(), leases, PRODUCER);
+    let mut producer = Producer::new(memory.own(&memory.control), memory.regions.clone(), leases, PRODUCER);
     let mut ranks = join(&memory, &mut producer);
     reset(&mut producer, &mut ranks);
     producer.publish(&draft).unwrap();
@@ -118,21 +118,21 @@ fn f9_a_source_of_another_groups_owner_is_refused_by_the_producer_and_by_every_r
     }
 }
 
-fn join(memory: &Memory, producer: &mut Producer<Heap, Heap>) -> Vec<RankEnd> {
+fn join(memory: &Memory, producer: &mut Producer<Own, Own>) -> Vec<RankEnd> {
     let ranks = (0..memory.map.geometry().ranks).map(Rank);
     ranks
         .map(|rank| RankEnd::join(memory, producer, rank, Adversary::late(rank.0.into())))
         .collect()
 }
 
-fn reset(producer: &mut Producer<Heap, Heap>, ranks: &mut [RankEnd]) {
+fn reset(producer: &mut Producer<Own, Own>, ranks: &mut [RankEnd]) {
     let mut draft = PlanDraft::new();
     draft.reset(PoolGeneration(1));
     producer.publish(&draft).unwrap();
     assert_eq!(settle(producer, ranks).terminal, Terminal::Done);
 }
 
-fn settle(producer: &mut Producer<Heap, Heap>, ranks: &mut [RankEnd]) -> Completion {
+fn settle(producer: &mut Producer<Own, Own>, ranks: &mut [RankEnd]) -> Completion {
     loop {
         let mut idle = true;
         for end in ranks.iter_mut() {

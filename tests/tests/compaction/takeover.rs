@@ -3,17 +3,19 @@
 use kvsluice_cpu_worker::rounds::WorkloadOptions;
 use kvsluice_cpu_worker::store::HostStore;
 use kvsluice_gpu_worker::worker::Step;
+use kvsluice_layout::export::ResidencyExport;
 use kvsluice_layout::ids::{BlockCount, DecoderLayer, GroupId, ProcessEpoch, SourceBlock};
 use kvsluice_layout::lease::LeaseTable;
 use kvsluice_transport::producer::Producer;
-use kvsluice_transport::shared::{Heap, Shared, SharedMut};
+use kvsluice_transport::shared::{Shared, SharedMut};
 
-use crate::rig::{Rig, few, goes_red, sample};
+use crate::every_store::found;
+use crate::rig::{Own, Rig, few, goes_red, sample};
 
 const SUCCESSOR: ProcessEpoch = ProcessEpoch(0xCAFE);
 
 /// Changes a byte of every frame that nothing in flight reads.
-fn damage(rig: &Rig, producer: &Producer<Heap, Heap>) {
+fn damage(rig: &Rig, producer: &Producer<Own, Own>) {
     let map = &rig.memory.map;
     for frame in (0..map.geometry().groups[0].source_blocks).map(SourceBlock) {
         if producer.leases().source_leases(GroupId(0), frame) == 0 && frame.0.is_multiple_of(3) {
@@ -42,12 +44,17 @@ fn f13_x25_a_new_producer_awaits_what_is_in_flight_and_plays_on_with_right_bytes
                 .iter()
                 .map(|end| (end.rank, end.segment.clone(), end.epoch, 7))
                 .collect();
-            let (control, regions) = (rig.memory.control.clone(), rig.memory.regions.clone());
+            let (control, regions) = (rig.memory.own(&rig.memory.control), rig.memory.regions.clone());
             let leases = LeaseTable::new(&rig.memory.map);
             let producer = Producer::take_over(control.clone(), regions.clone(), leases, SUCCESSOR, survivors).unwrap();
             assert!(producer.in_flight() > 2, "seed {seed}: the journal is followed on");
             damage(&rig, &producer);
-            let store = HostStore::recover(control, rig.memory.pool.clone(), rig.memory.map.clone(), regions);
+            let store = HostStore::recover(
+                control,
+                rig.memory.own(&rig.memory.pool),
+                rig.memory.map.clone(),
+                regions,
+            );
             rig.rounds = rig.memory.rounds(producer, store, options);
             rig.observer.accept_producer(SUCCESSOR);
             // What is in flight ends; then the ranks wait until they have shaken hands (X25).
@@ -71,5 +78,61 @@ fn f13_x25_a_new_producer_awaits_what_is_in_flight_and_plays_on_with_right_bytes
     run();
     for fault in ["x25a_checksum_unread", "x24a_reset_keeps_device_tables"] {
         assert!(goes_red(fault, run), "the planted fault {fault} is not seen");
+    }
+}
+
+#[test]
+fn x33_a_report_that_no_producer_can_have_brought_about_is_not_adopted_and_harms_nothing() {
+    type Change = fn(&mut ResidencyExport);
+    let changes: [(&str, Change); 9] = [
+        ("another generation", |report| report.pool_generation.0 += 1),
+        ("a request twice", |report| {
+            report.requests.extend(report.requests.last().cloned())
+        }),
+        ("an id of no trace", |report| {
+            report.requests[0].request = b"someone-else".to_vec()
+        }),
+        ("an id behind the trace", |report| {
+            report.requests[0].request = b"request-99999999".to_vec()
+        }),
+        ("an epoch to come", |report| report.requests[0].epoch.0 = u64::MAX),
+        ("a revision without a next", |report| {
+            report.requests[0].selection_revision.0 = u64::MAX
+        }),
+        ("a block outside the pool", |report| {
+            report.requests[0].groups[0].owned.push(u32::MAX)
+        }),
+        ("a block of two requests", |report| {
+            let block = report.requests[0].groups[0].owned[0];
+            report.requests[1].groups[0].owned.push(block);
+        }),
+        ("a group that is none", |report| {
+            let groups = &mut report.requests[0].groups;
+            groups.extend(groups.last().cloned());
+        }),
+    ];
+    let options = WorkloadOptions {
+        budget: BlockCount(6),
+        ..few(5, 6)
+    };
+    for (at, (what, change)) in (0..).zip(changes) {
+        let mut rig = Rig::late(&sample(2, 48, 64), options);
+        let held = |rig: &Rig| rig.ranks.iter().map(|end| end.worker.tables().export().count()).min();
+        rig.step_until("requests with tables", |rig| rig.log.len() > 5 && held(rig) > Some(1));
+        let epoch = ProcessEpoch(SUCCESSOR.0 + at);
+        let (mut rounds, mut reports) = found(&mut rig, options, epoch);
+        change(&mut reports[0]);
+        assert_eq!(rounds.adopt(&reports[0]).unwrap(), None, "{what}");
+        rig.rounds = rounds;
+        rig.observer.accept_producer(epoch);
+        for end in &mut rig.ranks {
+            end.worker.port_mut().accept_producer(epoch);
+        }
+        rig.finish();
+        assert_eq!(
+            (rig.rounds.tally().requests, rig.rounds.tally().resets),
+            (6, 1),
+            "{what}"
+        );
     }
 }

@@ -1,6 +1,8 @@
 //! The `kvsluice` binary from end to end, as its users start it: real processes, killed and interrupted.
 
 #[cfg(test)]
+mod adoption;
+#[cfg(test)]
 mod eval;
 #[cfg(test)]
 mod losses;

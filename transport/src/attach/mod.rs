@@ -2,8 +2,8 @@
 //!
 //! A worker attaches: `Hello` → `Welcome` with three descriptors → `Attached`, or `Refused`, or `Failed`. The producer's
 //! side is [`Reception`], the worker's [`Joining`]. A new producer calls on every worker that it finds: `Takeover` →
-//! `Surviving` with what the worker holds → `Adopt` or `Drain`. The producer's side is [`Takeover`], the worker's
-//! [`Survivor`]. All of them are polled: none blocks, none has a thread, none allocates per byte that a stranger sends.
+//! `Surviving` with what the worker holds → perhaps `Report` → `Residency` → `Adopt` or `Drain`. The producer's side is
+//! [`Takeover`], the worker's [`Survivor`]. All of them are polled: none blocks, none has a thread, none allocates per byte that a stranger sends.
 
 mod joining;
 mod porch;
@@ -162,8 +162,7 @@ pub struct Call {
     pub pid: u32,
 }
 
-/// A worker's answer to a new producer. Comes with the descriptors of control, pool and the rank's own segment, and of a
-/// parcel with what the worker knows of its device (X25).
+/// A worker's answer to a new producer. Comes with the descriptors of control, pool and the rank's own segment (X25).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Surviving {
     /// The worker's rank.
@@ -194,6 +193,8 @@ pub enum WorkerSays {
     Failed(Mismatch),
     /// It outlived its producer.
     Surviving(Surviving),
+    /// Comes with a parcel: what the worker knows of its device.
+    Residency,
     /// It cannot be taken over.
     Refused(Mismatch),
 }
@@ -208,6 +209,8 @@ pub enum ProducerSays {
     Refused(Mismatch),
     /// A new producer calls.
     Takeover(Call),
+    /// The worker says what it knows of its device.
+    Report,
     /// The worker goes on under the new producer.
     Adopt {
         /// The new incarnation.

@@ -1,6 +1,6 @@
 //! The worker's side of a takeover: a door for the next producer, open for as long as the worker lives (X25).
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 
 use kvsluice_layout::ids::{Incarnation, ProcessEpoch};
 
@@ -22,8 +22,6 @@ pub struct Holdings<'a> {
     pub pool: BorrowedFd<'a>,
     /// The worker's own segment.
     pub rank: BorrowedFd<'a>,
-    /// What the worker knows of its device.
-    pub residency: Vec<u8>,
 }
 
 /// What a worker decides when a new producer calls.
@@ -33,6 +31,9 @@ pub trait SurvivorState {
     /// # Errors
     /// What speaks against it (nothing is held yet, the old producer lives), for both sides to read.
     fn holdings(&mut self, call: &Call) -> Result<Holdings<'_>, Mismatch>;
+
+    /// What the worker knows of its device now. Asked for when the journal has drained, so that it is the last word.
+    fn residency(&mut self) -> Vec<u8>;
 }
 
 /// What a new producer decided.
@@ -97,7 +98,7 @@ impl Survivor {
         let (dir, layout_hash) = (self.porch.listener().dir().clone(), self.layout_hash);
         let talk = |_: &[Guest<Caller>], guest: Guest<Caller>, received: Received| match guest.known {
             None => answer(guest, &received, &dir, layout_hash, state),
-            Some(_) => Next::Go(conclude(guest, &received)),
+            Some(_) => conclude(guest, &received, state),
         };
         self.porch.poll(now_ns, talk, |_, _| None)
     }
@@ -146,19 +147,26 @@ fn hand_over(
     // X25: only the holder of producer.lock is a producer.
     let proof = Proof::of(&mut guest.peer, dir, Role::Producer, call.producer_epoch)?;
     let holdings = state.holdings(&call)?;
-    let lost = |error: &dyn std::fmt::Display| Mismatch::new("residency", error, "a parcel", "see the message");
-    let parcel: OwnedFd = pack(&holdings.residency).map_err(|error| lost(&error))?;
-    let descriptors = [holdings.control, holdings.pool, holdings.rank, parcel.as_fd()];
+    let descriptors = [holdings.control, holdings.pool, holdings.rank];
     let sent = guest
         .link
         .send(&WorkerSays::Surviving(holdings.surviving), &descriptors);
-    sent.map_err(|error| lost(&error))?;
+    sent.map_err(|error| Mismatch::new("answer", error, "one that can be sent", "see the message"))?;
     Ok(Caller { call, proof })
 }
 
-fn conclude(guest: Guest<Caller>, received: &Received) -> Option<Verdict> {
-    let Caller { call, proof } = guest.known?;
-    match received.read() {
+fn conclude(guest: Guest<Caller>, received: &Received, state: &mut impl SurvivorState) -> Next<Caller, Verdict> {
+    let said = received.read();
+    if matches!(said, Ok(ProducerSays::Report)) {
+        return match report(&guest.link, &state.residency()) {
+            Ok(()) => Next::Stay(guest),
+            Err(error) => {
+                tracing::warn!(%error, "the residency cannot be reported");
+                Next::Go(None)
+            }
+        };
+    }
+    Next::Go(guest.known.and_then(|Caller { call, proof }| match said {
         // Only the one that called may adopt, under the epoch that it called with.
         Ok(ProducerSays::Adopt {
             incarnation,
@@ -171,5 +179,14 @@ fn conclude(guest: Guest<Caller>, received: &Received) -> Option<Verdict> {
         }),
         Ok(ProducerSays::Drain { reason }) => Some(Verdict::Drain { reason }),
         _ => None,
-    }
+    }))
+}
+
+fn report(link: &Link, residency: &[u8]) -> Result<(), LinkError> {
+    let system = |source| LinkError::System {
+        step: "make a parcel",
+        source,
+    };
+    let parcel = pack(residency).map_err(system)?;
+    link.send(&WorkerSays::Residency, &[parcel.as_fd()])
 }

@@ -36,8 +36,6 @@ pub struct Survived {
     pub pool: OwnedFd,
     /// The worker's own segment.
     pub rank: OwnedFd,
-    /// What the worker knows of its device: opaque here, at most [`RESIDENCY_BYTES_MAX`].
-    pub residency: Vec<u8>,
     link: Link,
 }
 
@@ -54,6 +52,34 @@ impl Survived {
             },
             &[],
         )
+    }
+
+    /// Asks what the worker knows of its device. Ask once the journal has drained; [`reported`](Self::reported) has the
+    /// answer.
+    ///
+    /// # Errors
+    /// [`LinkError`] where it is gone meanwhile.
+    pub fn ask_report(&self) -> Result<(), LinkError> {
+        self.link.send(&ProducerSays::Report, &[])
+    }
+
+    /// The report, opaque here, at most [`RESIDENCY_BYTES_MAX`]. `None` while it has not come.
+    ///
+    /// # Errors
+    /// [`Mismatch`] where the worker is gone, or says something else.
+    pub fn reported(&self) -> Result<Option<Vec<u8>>, Mismatch> {
+        const EXPEL: &str = "expel that worker and start it again";
+        let received = self.link.try_receive();
+        let lost = |error: &dyn std::fmt::Display| Mismatch::new("report", error, "residency", EXPEL);
+        let Some(received) = received.map_err(|error| lost(&error))? else {
+            return Ok(None);
+        };
+        if !matches!(received.read(), Ok(WorkerSays::Residency)) {
+            return Err(lost(&"something else"));
+        }
+        let parcel = received.descriptors.first().ok_or_else(|| lost(&"no parcel"))?;
+        let residency = unpack(parcel, RESIDENCY_BYTES_MAX);
+        residency.map(Some).map_err(|error| lost(&error))
     }
 
     /// Tells the worker to finish what it has and to attach anew.
@@ -220,18 +246,15 @@ impl Takeover {
         }
         let proof = Proof::of(&mut peer, &self.dir, Role::Rank(rank), surviving.worker_epoch)?;
         let found = received.descriptors.len();
-        let Ok([control, pool, own, parcel]) = <[OwnedFd; 4]>::try_from(received.descriptors) else {
-            return Err(Mismatch::new("descriptors", found, 4, EXPEL));
+        let Ok([control, pool, own]) = <[OwnedFd; 3]>::try_from(received.descriptors) else {
+            return Err(Mismatch::new("descriptors", found, 3, EXPEL));
         };
-        let residency = unpack(&parcel, RESIDENCY_BYTES_MAX);
-        let residency = residency.map_err(|error| Mismatch::new("residency", error, "a parcel", EXPEL))?;
         Ok(Survived {
             surviving,
             proof,
             control,
             pool,
             rank: own,
-            residency,
             link,
         })
     }

@@ -514,9 +514,12 @@ impl SurvivorState for Held {
                 control: self.control.as_fd(),
                 pool: self.pool.as_fd(),
                 rank: self.rank.as_fd(),
-                residency: vec![7; 100_000],
             }),
         }
+    }
+
+    fn residency(&mut self) -> Vec<u8> {
+        vec![7; 100_000]
     }
 }
 
@@ -620,7 +623,10 @@ fn x25_a_new_producer_takes_over_what_a_worker_kept_through_the_death_of_the_old
         (channel, incarnation, older.len()),
         (ChannelId(0xc4), Incarnation(3), 0)
     );
-    assert_eq!(latest[0].residency, [7; 100_000]);
+    latest[0].ask_report().unwrap();
+    assert!(workers[0].poll().is_empty());
+    assert_eq!(latest[0].reported().unwrap(), Some(vec![7; 100_000]));
+    assert_eq!(latest[0].reported().unwrap(), None, "a report comes once");
 
     // The pool is warm, and the new producer writes it.
     let pool = reopen_writable(&latest[0].pool, SegmentKind::Pool, Mode::Memfd).unwrap();

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn x2_words_and_bytes_cross_between_two_mappings_of_one_segment() {
+    fn x2_x2a_words_and_bytes_cross_between_two_mappings_of_one_segment() {
         let segment = segment(8192);
         let writer = MappingMut::writable(&segment, 8192).unwrap();
         let reader = Mapping::read_only(&segment, 8192).unwrap();

@@ -92,7 +92,7 @@ fn x3a_a_segment_cannot_change_its_size_and_is_not_inherited_by_exec() {
 }
 
 #[test]
-fn x3a_a_worker_cannot_write_what_it_gets_for_reading() {
+fn x1_x3a_a_worker_cannot_write_what_it_gets_for_reading() {
     let created = make(&Memfd { hardened: false }, SegmentKind::Pool);
     let reader = reopen_read_only(&created.descriptor).unwrap();
     let denied = MappingMut::writable(&reader, 4096).err().unwrap();
