@@ -455,7 +455,6 @@ impl Ground<'_> {
             lock: None,
             capability: self.capability(),
             needs_copy: self.options.workload.sources == Sources::Copy,
-            geometry: toml::to_string(geometry).unwrap_or_default(),
             reserve: self.reserve(),
             epoch: self.epoch,
             write_back_bytes: self.region.write_back_slots() as u64 * self.region.write_back_slot_bytes() as u64,

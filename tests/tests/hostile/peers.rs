@@ -64,7 +64,6 @@ impl Admission for Host {
             incarnation: Incarnation(1),
             producer_epoch: EPOCH,
             ranks: 1,
-            geometry: String::new(),
             ring_lines: 512,
             writeback_bytes: 0,
             mode: Mode::Memfd,

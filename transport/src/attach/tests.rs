@@ -70,7 +70,6 @@ impl Admission for Host {
             incarnation: Incarnation(3),
             producer_epoch: ProcessEpoch(self.epoch),
             ranks: 4,
-            geometry: "ranks = 4\n".into(),
             ring_lines: 1024,
             writeback_bytes: 1 << 20,
             mode: Mode::Memfd,

@@ -2,9 +2,12 @@
 
 use std::os::unix::fs::PermissionsExt;
 
+use kvsluice_layout::capability::{Capability, GeometryHash};
+use kvsluice_layout::geometry::MAX_GROUPS;
+
 use super::*;
 use crate::clock::{Clock, Monotonic, Simulated};
-use crate::link::{Link, LinkError};
+use crate::link::{Link, LinkError, MESSAGE_BYTES_MAX};
 use crate::peers::own_uid;
 use crate::shared::{Shared, SharedMut};
 use crate::test_process::{Second, listen, part, say};
@@ -379,7 +382,7 @@ fn x20_a_process_of_another_user_is_turned_away_unless_it_is_allowed() {
         let offer = joining.wait(&Monotonic::default());
         say(&offer.map_or_else(
             |error| error.to_string(),
-            |offer| offer.welcome.geometry.trim().to_owned(),
+            |offer| format!("ranks = {}", offer.welcome.ranks),
         ));
         listen();
         return;
@@ -401,4 +404,35 @@ fn x20_a_process_of_another_user_is_turned_away_unless_it_is_allowed() {
         assert!(said.contains(word), "{said}");
         assert_eq!(producer.reception.turned().of_other_users, u64::from(allowed != OTHER));
     }
+}
+
+#[test]
+fn x20_a_hello_and_a_welcome_of_the_largest_geometry_fit_into_a_message() {
+    let capability = Capability {
+        block_tokens: Some(vec![u32::MAX; MAX_GROUPS]),
+        gather_blocks: Some(vec![u32::MAX; MAX_GROUPS]),
+        process_epoch: Some(ProcessEpoch(u64::MAX)),
+        geometry_hash: Some(GeometryHash(u64::MAX)),
+        ..Capability::default()
+    };
+    let capability = serde_json::to_value(capability).unwrap();
+    let hello = Hello {
+        capability: capability.clone(),
+        ..hello(63, u64::MAX)
+    };
+    let welcome = Welcome {
+        protocol: PROTOCOL,
+        channel: ChannelId(u64::MAX),
+        incarnation: Incarnation(u64::MAX),
+        producer_epoch: ProcessEpoch(u64::MAX),
+        ranks: 64,
+        ring_lines: u64::MAX,
+        writeback_bytes: u64::MAX,
+        mode: Mode::Persistent,
+        pool_generation: PoolGeneration(u64::MAX),
+        capability,
+    };
+    let hello = serde_json::to_vec(&WorkerSays::Hello(hello)).unwrap();
+    let welcome = serde_json::to_vec(&ProducerSays::Welcome(Box::new(welcome))).unwrap();
+    assert!(hello.len().max(welcome.len()) < MESSAGE_BYTES_MAX / 16);
 }
