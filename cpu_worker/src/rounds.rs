@@ -239,6 +239,10 @@ where
             worked = true;
             self.complete(&completion)?;
         }
+        // X24: a rank may be lost, and replaced, while nothing is in flight that would tell, and nothing is to be published.
+        if self.hands.producer.closed().is_some() {
+            self.interrupt();
+        }
         match self.mode {
             Mode::Interrupted => worked |= self.begin_reset(),
             Mode::Resetting(_) => {}
