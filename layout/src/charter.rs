@@ -12,6 +12,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::capability::{Capability, GeometryHash, geometry_hash};
 use crate::geometry::{Geometry, GeometryError};
+use crate::planted::planted;
 use crate::region::{RegionError, RegionMap};
 
 /// The area's first words: bytes of the text, and their [`checksum`].
@@ -121,7 +122,7 @@ impl Charter {
     /// [`CharterError`] for the first rule that it breaks: checksum, form, geometry, sizes, geometry hash.
     pub fn from_text(text: &[u8], stored_checksum: u64) -> Result<Self, CharterError> {
         let expected = checksum(text);
-        if stored_checksum != expected {
+        if stored_checksum != expected && !planted("x26_charter_checksum_unread") {
             return Err(CharterError::Checksum {
                 found: stored_checksum,
                 expected,

@@ -299,6 +299,23 @@ fn read_channel(
     (Some(control_report(&head, charter, map, journal, directory)), reports)
 }
 
+/// What copies of a control segment and of its ranks' segments say, from their first bytes on: the part of [`inspect`]
+/// that reads what peers wrote. The directory is left out.
+pub fn describe_copies(
+    control: Vec<u64>,
+    charter: &Charter,
+    map: &RegionMap,
+    ranks: Vec<(Rank, Vec<u64>)>,
+) -> (ControlReport, Vec<RankReport>) {
+    let control = Picture::of(control);
+    let of_ranks = ranks.into_iter().map(|(rank, words)| (rank, Picture::of(words)));
+    let pictures: Vec<_> = of_ranks.collect();
+    let journal = journal::read(&control, map, charter.geometry.groups.len() as u32, &pictures);
+    let reports = pictures.iter().map(|(rank, picture)| rank_report(*rank, picture));
+    let reports = reports.collect();
+    (control_report(&control, charter, map, journal, Vec::new()), reports)
+}
+
 /// Copies the ring, then the slots, then `reclaim`: no byte of a record at or above the `reclaim` that is read last was
 /// reused before it was copied (X10), and neither was its slot (X12).
 fn take_pictures(

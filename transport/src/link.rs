@@ -15,7 +15,7 @@ use rustix::fs::{AtFlags, CWD, Mode, chmodat};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen, recv,
     recvmsg, sendmsg, socket_with,
 };
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -69,7 +69,7 @@ pub enum LinkError {
     /// A message is longer than allowed.
     #[error("a message has {found}, at most {MESSAGE_BYTES_MAX} bytes are allowed")]
     TooLong {
-        /// Its length, as far as it is known.
+        /// Its length.
         found: String,
     },
     /// A message brings more descriptors than allowed, or some were lost on the way.
@@ -187,7 +187,18 @@ impl Link {
     /// # Errors
     /// [`LinkError`]; after one, the connection is of no more use.
     pub fn try_receive(&self) -> Result<Option<Received>, LinkError> {
-        let mut text = vec![0; MESSAGE_BYTES_MAX];
+        // Most looks find nothing: no room is made before there is a message, and then as much as it needs.
+        let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK | RecvFlags::TRUNC;
+        let length = loop {
+            match recv(&self.socket, &mut [0; 0][..], flags) {
+                Ok((_, length)) => break length,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(None),
+                Err(Errno::CONNRESET) => return Err(LinkError::HungUp),
+                Err(error) => return Err(system("receive")(error)),
+            }
+        };
+        let mut text = vec![0; length.min(MESSAGE_BYTES_MAX)];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(KERNEL_DESCRIPTORS_MAX))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
@@ -207,7 +218,9 @@ impl Link {
             }
         }
         if got.flags.contains(ReturnFlags::TRUNC) {
-            return Err(LinkError::TooLong { found: "more".into() });
+            return Err(LinkError::TooLong {
+                found: format!("{length} bytes"),
+            });
         }
         if got.flags.contains(ReturnFlags::CTRUNC) {
             // This process has no room for them; see RLIMIT_NOFILE.
@@ -461,7 +474,7 @@ mod tests {
         assert_eq!(said, "a message has 65538 bytes, at most 65536 bytes are allowed");
         raw_send(&client, &vec![b' '; MESSAGE_BYTES_MAX + 1]);
         let said = server.try_receive().unwrap_err().to_string();
-        assert_eq!(said, "a message has more, at most 65536 bytes are allowed");
+        assert_eq!(said, "a message has 65537 bytes, at most 65536 bytes are allowed");
         let five = [client.as_fd(); DESCRIPTORS_MAX + 1];
         let said = client.send(&1, &five).unwrap_err().to_string();
         assert_eq!(said, "a message brings 5 descriptors, expected at most 4");

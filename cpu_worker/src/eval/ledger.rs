@@ -4,6 +4,7 @@ use core::num::NonZeroU32;
 use std::collections::HashMap;
 
 use kvsluice_layout::ids::{MapRevision, OperationId, PoolGeneration, Rank, RequestEpoch, SelectionRevision};
+use kvsluice_layout::planted::planted;
 use serde_json::{Value, json};
 
 use super::fields::{BadInput, Fields};
@@ -54,7 +55,12 @@ impl Sequence {
             "abort" => state.abort(fields),
             "finish" => state.finish(fields),
             "state" => state.state(fields),
-            _ => Err(BadInput(format!("`op`: {op:?} is no operation of a ledger"))),
+            _ => {
+                if planted("x33_bad_line_counts") {
+                    state.ledger = Ledger::new(NonZeroU32::MIN);
+                }
+                Err(BadInput(format!("`op`: {op:?} is no operation of a ledger")))
+            }
         }
     }
 }

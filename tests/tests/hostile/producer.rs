@@ -89,7 +89,6 @@ impl Admission for Host {
             incarnation: Incarnation(1),
             producer_epoch: EPOCH,
             ranks: 2,
-            geometry: String::new(),
             ring_lines: RING_BYTES as u64 / 64,
             writeback_bytes: 0,
             mode: Mode::Memfd,

@@ -100,10 +100,19 @@ impl Mismatch {
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // A peer may have written this: no control characters in the log.
-        let (field, found) = (self.field.escape_debug(), self.found.escape_debug());
-        let (expected, remedy) = (self.expected.escape_debug(), self.remedy.escape_debug());
+        let [field, found, expected, remedy] =
+            [&self.field, &self.found, &self.expected, &self.remedy].map(|text| printable(text));
         write!(f, "{field} is {found}, expected {expected}; {remedy}")
     }
+}
+
+/// A text with whatever could change the look of a terminal escaped, and its quotes as they are.
+fn printable(text: &str) -> String {
+    let escape = |c: char| match c {
+        '\'' | '"' => c.to_string(),
+        c => c.escape_debug().to_string(),
+    };
+    text.chars().map(escape).collect()
 }
 
 /// A worker's first message.
@@ -124,7 +133,7 @@ pub struct Hello {
 }
 
 /// The producer's answer to a worker that fits. Comes with three descriptors: control and pool for reading, the rank's
-/// own segment for writing.
+/// own segment for writing. The geometry is not in it: the capability has its hash, the charter its text, at any length.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Welcome {
     /// Version of the producer's messages.
@@ -137,8 +146,6 @@ pub struct Welcome {
     pub producer_epoch: ProcessEpoch,
     /// Number of ranks.
     pub ranks: u32,
-    /// The geometry, as TOML.
-    pub geometry: String,
     /// Lines of the plan ring.
     pub ring_lines: u64,
     /// Size of the write-back area in bytes.
@@ -184,31 +191,47 @@ pub struct Surviving {
 }
 
 /// What a worker says.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "say", rename_all = "snake_case")]
-enum WorkerSays {
+pub enum WorkerSays {
+    /// It wants to attach.
     Hello(Hello),
+    /// It has opened its segments and takes part.
     Attached,
+    /// It does not fit what it was welcomed with.
     Failed(Mismatch),
+    /// It outlived its producer.
     Surviving(Surviving),
+    /// There is nothing to take over.
+    NothingHeld,
     /// Comes with a parcel: what the worker knows of its device.
     Residency,
+    /// It cannot be taken over.
     Refused(Mismatch),
 }
 
 /// What a producer says.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "say", rename_all = "snake_case")]
-enum ProducerSays {
+pub enum ProducerSays {
+    /// The worker fits.
     Welcome(Box<Welcome>),
+    /// The worker does not fit.
     Refused(Mismatch),
+    /// A new producer calls.
     Takeover(Call),
+    /// The worker says what it knows of its device.
     Report,
+    /// The worker goes on under the new producer.
     Adopt {
+        /// The new incarnation.
         incarnation: Incarnation,
+        /// The new producer's process start.
         producer_epoch: ProcessEpoch,
     },
+    /// The worker finishes what it has and attaches anew.
     Drain {
+        /// Why.
         reason: String,
     },
 }

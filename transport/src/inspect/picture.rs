@@ -22,6 +22,11 @@ impl Picture {
         })
     }
 
+    /// A copy that somebody else has taken.
+    pub(super) fn of(words: Vec<u64>) -> Self {
+        Self { words }
+    }
+
     /// Puts a word that was read later in the place of one read before.
     pub(super) fn replace(&mut self, at: usize, word: u64) {
         if let Some(old) = self.words.get_mut(at / 8) {
