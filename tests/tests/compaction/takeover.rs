@@ -176,3 +176,34 @@ fn x24_a_rank_that_is_lost_while_nothing_is_in_flight_is_reset_when_it_is_back()
         "the planted fault is not seen"
     );
 }
+
+#[test]
+fn x25_blocks_that_no_table_names_yet_make_room_for_others_however_often_producers_die() {
+    let run = || {
+        let options = WorkloadOptions {
+            budget: BlockCount(6),
+            concurrency: 4,
+            ..few(7, 6)
+        };
+        let mut rig = Rig::late(&sample(2, 48, 24), options);
+        rig.step_until("the first Reset", |rig| rig.rounds.tally().resets == 1);
+        // Each life publishes uploads and dies before their tables: the next one holds blocks of no table.
+        for life in 0..12 {
+            let epoch = ProcessEpoch(SUCCESSOR.0 + life);
+            let (mut rounds, reports) = found(&mut rig, options, epoch);
+            assert!(rounds.adopt(&reports[0]).unwrap().is_some(), "life {life}");
+            rig.rounds = rounds;
+            rig.observer.accept_producer(epoch);
+            for end in &mut rig.ranks {
+                end.worker.port_mut().accept_producer(epoch);
+            }
+            rig.step_rounds();
+        }
+        rig.finish();
+    };
+    run();
+    assert!(
+        goes_red("x25_unnamed_blocks_are_overlooked", run),
+        "the planted fault is not seen"
+    );
+}
