@@ -50,11 +50,8 @@ pub fn check_residency(residency: &Residency, owners: &Owners) -> Result<(), Bro
             );
         }
     }
-    let pending = [residency.pending_upload(), residency.pending_retain()];
-    if let [Some(upload), Some(retain)] = pending {
-        return broken("I3", format!("{upload:?} and {retain:?} are both pending"));
-    }
-    for key in pending.into_iter().flatten() {
+    // One staged operation at most: the residency has room for no second.
+    if let Some(key) = residency.pending_upload().or(residency.pending_retain()) {
         let step = key.map_revision.get().checked_sub(residency.map_revision().get());
         let same = (key.request_epoch, key.pool_generation) == (residency.request_epoch(), residency.pool_generation());
         if !same || step.is_none_or(|step| step > 1) {

@@ -377,6 +377,34 @@ mod tests {
     }
 
     #[test]
+    fn x9_a_null_block_is_owned_from_the_start_and_everything_else_is_free() {
+        let mut geometry = kvsluice_layout::presets::preset("sample-hybrid").unwrap();
+        let blocks = geometry.groups[0].device_blocks;
+        // The last of these lies outside: it takes no block away.
+        for null in [None, Some(0), Some(1), Some(2), Some(blocks - 1), Some(blocks)] {
+            geometry.groups[0].device_null = null.map(PhysicalBlock);
+            let mut owners = Owners::of_geometry(&geometry).unwrap();
+            let taken = null.filter(|null| *null < blocks).map(PhysicalBlock);
+            let owner = owners.of(GroupId(0)).unwrap();
+            assert_eq!(owner.group(), GroupId(0));
+            let mut free = owner.free().to_vec();
+            free.sort_unstable();
+            let expected: Vec<_> = (0..blocks)
+                .map(PhysicalBlock)
+                .filter(|block| Some(*block) != taken)
+                .collect();
+            assert_eq!(free, expected, "{null:?}");
+            let mut out = Vec::new();
+            owner.allocate(BlockCount(1), &mut out).unwrap();
+            assert_eq!(out, expected[..1], "the lowest comes first");
+        }
+        assert_eq!(
+            Owners::of_geometry(&geometry).unwrap().all().len(),
+            geometry.groups.len()
+        );
+    }
+
+    #[test]
     fn x25_blocks_in_use_are_claimed_once_and_all_or_none() {
         let mut owner = Owner::new(GroupId(0), BlockCount(4));
         let claim = |owner: &mut Owner, blocks: &[u32]| {

@@ -38,7 +38,7 @@ use kvsluice_transport::wait::{Futexes, Idle, Waiter, wake_sleepers};
 use kvsluice_transport::watcher::{DoorWatch, PeerWatch, Watcher};
 
 pub use error::ProcessError;
-pub use event::{Completions, Event, Latency, Percentiles, Summary, TraceSummary};
+pub use event::{Completions, Event, Latency, Percentiles, STARTS_COLD, Summary, TraceSummary};
 pub use options::{OnRankLost, ProducerOptions, Residence};
 
 use crate::rounds::Rounds;
@@ -77,12 +77,7 @@ pub fn run_producer(
     let name = ChannelName::new(&options.channel)?;
     let runtime = RuntimeDir::open(&RuntimeDir::choose(options.runtime_dir.as_deref()), &Peers::default())?;
     let epoch = ProcessEpoch(random()?);
-    let lock = RoleLock::acquire(
-        &runtime.channel(&name)?,
-        Role::Producer,
-        epoch,
-        Duration::from_millis(200),
-    )?;
+    let lock = RoleLock::acquire_in(&runtime, &name, Role::Producer, epoch, Duration::from_millis(200))?;
     let ended = Process::open(options, lock, epoch, tell).and_then(|mut process| {
         let ended = process.run(stop, tell);
         process.close();
@@ -366,7 +361,7 @@ impl<'a> Process<'a> {
             tracing::error!(%rank, %position, found, "a rank reports that the ring is broken (X9); restart both sides");
             self.broken = Some(rank);
         }
-        self.look_at_hung(now_ns)?;
+        self.look_at_hung(now_ns);
         self.host.check_still_there()?;
         let waited_ms = now_ns.saturating_sub(self.started_ns) / 1_000_000;
         if !self.was_complete && waited_ms > self.options.attach_patience_ms {
@@ -389,14 +384,15 @@ impl<'a> Process<'a> {
         Ok(())
     }
 
-    /// X23: kills a rank that holds the oldest record for too long, and still awaits the proof.
-    fn look_at_hung(&mut self, now_ns: u64) -> Result<(), ProcessError> {
+    /// X23: kills a rank that holds the oldest record for too long, and still awaits the proof. One that cannot be killed
+    /// is named: what it may touch stays quarantined.
+    fn look_at_hung(&mut self, now_ns: u64) {
         let Some(patience_ms) = self.options.expel_after_ms else {
-            return Ok(());
+            return;
         };
         let Some(oldest) = self.rounds.producer().oldest() else {
             self.oldest = None;
-            return Ok(());
+            return;
         };
         let since_ns = match self.oldest {
             Some((position, since_ns)) if position == oldest.position => since_ns,
@@ -406,11 +402,12 @@ impl<'a> Process<'a> {
         if now_ns.saturating_sub(since_ns) / 1_000_000 > patience_ms
             && let Some(seat) = self.seats.get(oldest.rank.index()).and_then(Option::as_ref)
         {
-            tracing::error!(%oldest, patience_ms, "a rank hangs and is killed");
-            seat.watch.proof().expel()?;
+            match seat.watch.proof().expel() {
+                Ok(()) => tracing::error!(%oldest, patience_ms, "a rank hangs and is killed"),
+                Err(error) => tracing::error!(%oldest, %error, "a rank hangs and stays, and its blocks with it"),
+            }
             self.oldest = Some((oldest.position, now_ns));
         }
-        Ok(())
     }
 
     fn write_log(&mut self) -> Result<(), ProcessError> {

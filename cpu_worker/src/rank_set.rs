@@ -8,14 +8,14 @@ use kvsluice_layout::planted::planted;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RankSet {
     words: Vec<u64>,
-    len: u32,
+    count: u32,
 }
 
 impl RankSet {
     /// Empties the set.
     pub fn clear(&mut self) {
         self.words.fill(0);
-        self.len = 0;
+        self.count = 0;
     }
 
     /// Adds `rank`; true if it was not there.
@@ -30,17 +30,34 @@ impl RankSet {
         let bit = 1_u64 << (rank.get() % 64);
         let new = *word & bit == 0 || planted("ledger_counts_acks");
         *word |= bit;
-        self.len += u32::from(new);
+        self.count += u32::from(new);
         new
     }
 
     /// Number of ranks.
-    pub fn len(&self) -> u32 {
-        self.len
+    pub fn count(&self) -> u32 {
+        self.count
     }
+}
 
-    /// True without any rank.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn r60_each_rank_counts_once_whatever_its_number() {
+        let mut set = RankSet::default();
+        for ranks in [[0, 1, 63, 64, 127, 128], [200, 65, 2, 129, 191, 64]] {
+            for (before, rank) in (0..).zip(ranks) {
+                assert_eq!((set.insert(Rank(rank)), set.count()), (true, before + 1), "{rank}");
+                assert_eq!(
+                    (set.insert(Rank(rank)), set.count()),
+                    (false, before + 1),
+                    "{rank} again"
+                );
+            }
+            set.clear();
+            assert_eq!(set.count(), 0);
+        }
     }
 }

@@ -161,7 +161,7 @@ mod tests {
             RequestEpoch(1),
             SelectionRevision(2),
             TokenCount(16),
-            BlockCount(8),
+            BlockCount(200),
             layers,
         )
     }
@@ -170,22 +170,41 @@ mod tests {
     fn r15_a_selection_keeps_the_order_of_its_tails() {
         let made = selection(vec![layer(3, &[1, 5], &[7, 0, 2])]).unwrap();
         assert_eq!(made.layers()[0].ranked_tail, [7, 0, 2].map(LogicalBlock));
+        assert_eq!(
+            (made.request_epoch(), made.revision()),
+            (RequestEpoch(1), SelectionRevision(2))
+        );
+        assert_eq!(
+            (made.block_size(), made.seq_blocks()),
+            (TokenCount(16), BlockCount(200))
+        );
     }
 
     #[test]
     fn r40_a_selection_is_of_its_sequence_and_has_no_repeats() {
         assert!(matches!(
-            selection(vec![layer(0, &[8], &[])]),
-            Err(SelectionError::OutOfRange { block: 8, .. })
+            selection(vec![layer(0, &[200], &[])]),
+            Err(SelectionError::OutOfRange { block: 200, .. })
         ));
         assert!(matches!(
-            selection(vec![layer(0, &[], &[8])]),
-            Err(SelectionError::OutOfRange { block: 8, .. })
+            selection(vec![layer(0, &[], &[200])]),
+            Err(SelectionError::OutOfRange { block: 200, .. })
         ));
-        assert!(matches!(
-            selection(vec![layer(0, &[1, 1], &[])]),
-            Err(SelectionError::DuplicateBlock { .. })
-        ));
+        for block in [0, 1, 63, 64, 128, 199] {
+            assert!(selection(vec![layer(0, &[block], &[])]).is_ok());
+            assert!(matches!(
+                selection(vec![layer(0, &[block, block], &[])]),
+                Err(SelectionError::DuplicateBlock { .. })
+            ));
+        }
+        let no_tokens = BlockSelection::new(
+            RequestEpoch(1),
+            SelectionRevision(2),
+            TokenCount(0),
+            BlockCount(8),
+            vec![],
+        );
+        assert_eq!(no_tokens, Err(SelectionError::ZeroBlockSize));
         let twice = vec![layer(0, &[], &[]), layer(1, &[], &[]), layer(0, &[], &[])];
         assert!(matches!(
             selection(twice),

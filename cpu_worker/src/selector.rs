@@ -245,6 +245,12 @@ mod tests {
     }
 
     #[test]
+    fn r33_the_best_score_comes_first_also_below_zero() {
+        let scores = [-1.0, 2.0, 0.0, -3.0, 5e-324, f64::MAX, -f64::MAX, 1.0];
+        assert_eq!(run(&input(&scores, 1, 0)).unwrap().1, [5, 1, 7, 4, 2, 0, 3, 6]);
+    }
+
+    #[test]
     fn r33_minus_zero_equals_zero() {
         let zeros = || run(&input(&[-0.0, 0.0, -0.0], 1, 1)).unwrap();
         assert_eq!(zeros(), (vec![0], vec![1, 2], 1));

@@ -20,6 +20,7 @@ use kvsluice_layout::lease::LeaseTable;
 use kvsluice_layout::planes::{GeometryMap, Plane};
 use kvsluice_layout::planted::planted;
 use kvsluice_layout::region::RegionMap;
+use kvsluice_transport::death;
 use kvsluice_transport::shared::SharedMut;
 use thiserror::Error;
 use xxhash_rust::xxh3::Xxh3;
@@ -359,6 +360,7 @@ impl<C: SharedMut, P: SharedMut> HostStore<C, P> {
         if !planted("x25a_stays_valid") {
             frame.entry.invalidate(control, at);
         }
+        death::point("fill-invalid");
         let mut sum = Xxh3::new();
         for part in parts {
             let Some(bytes) = buffer.get_mut(..part.plane.bytes as usize) else {
@@ -368,6 +370,7 @@ impl<C: SharedMut, P: SharedMut> HostStore<C, P> {
             sum.update(bytes);
             pool.bytes_in(part.plane.host_at(block) as usize, bytes);
         }
+        death::point("fill-bytes");
         frame.entry.publish(control, at, tag.0, sum.digest());
         frame.unproven = false;
         by_tag.insert(tag, block);

@@ -171,6 +171,22 @@ mod tests {
             (good.logical_by_slot()[2], good.physical_by_slot()[2]),
             (Some(LogicalBlock(7)), PhysicalBlock(19))
         );
+        assert_eq!((good.layer(), good.group()), (DecoderLayer(2), GroupId(1)));
+        assert_eq!(
+            table(&[4, 5, 7], &[30, 31, 19], 2).unwrap().named(),
+            [30, 31].map(PhysicalBlock)
+        );
+        for block in [0, 1, 63, 64, 128] {
+            assert!(table(&[block], &[block], 1).is_ok());
+            assert!(matches!(
+                table(&[block, 9, block], &[30, 31, 19], 3),
+                Err(TableError::DuplicateLogical { .. })
+            ));
+            assert!(matches!(
+                table(&[4, 5, 7], &[block, 9, block], 1),
+                Err(TableError::DuplicatePhysical { .. })
+            ));
+        }
         assert!(matches!(table(&[4, 5], &[30], 1), Err(TableError::Lengths { .. })));
         assert!(matches!(table(&[4], &[30], 2), Err(TableError::Valid { .. })));
         assert!(matches!(

@@ -21,6 +21,7 @@ use kvsluice_layout::region::{
 use kvsluice_transport::attach::{
     Accepted, Call, Holdings, Limits, Mismatch, Segments, Surviving, Survivor, SurvivorState, Verdict,
 };
+use kvsluice_transport::clean::clean;
 use kvsluice_transport::clock::{Clock, Monotonic};
 use kvsluice_transport::link::{Link, Listener};
 use kvsluice_transport::liveness::Life;
@@ -93,6 +94,7 @@ pub fn run_worker(
             ended => break ended,
         }
     };
+    leave(options);
     tell(Event::Summary {
         rank: options.rank.0,
         operations: counts.done + counts.failed + counts.rejected + counts.superseded,
@@ -107,6 +109,18 @@ pub fn run_worker(
     ended.map(|()| counts)
 }
 
+/// X27: the last process of a channel takes its folder away. Where another one lives, this does nothing.
+fn leave(options: &WorkerOptions) {
+    let cleaned = || -> Result<(), Box<dyn std::error::Error>> {
+        let runtime = RuntimeDir::open(&RuntimeDir::choose(options.runtime_dir.as_deref()), &Peers::default())?;
+        clean(&runtime, &ChannelName::new(&options.channel)?, None, random_epoch()?)?;
+        Ok(())
+    };
+    if let Err(error) = cleaned() {
+        tracing::debug!(%error, "the channel's folder stays");
+    }
+}
+
 /// Attaches once and works until `stop` is set, or until this attachment is over. Adds what was done to `total`.
 fn serve(
     options: &WorkerOptions,
@@ -118,8 +132,8 @@ fn serve(
     let map = GeometryMap::new(&options.geometry)?;
     let epoch = random_epoch()?;
     let dir = RuntimeDir::open(&RuntimeDir::choose(options.runtime_dir.as_deref()), &Peers::default())?;
-    let dir = dir.channel(&ChannelName::new(&options.channel)?)?;
-    let lock = RoleLock::acquire(&dir, Role::Rank(options.rank), epoch, Duration::from_millis(200))?;
+    let name = ChannelName::new(&options.channel)?;
+    let lock = RoleLock::acquire_in(&dir, &name, Role::Rank(options.rank), epoch, Duration::from_millis(200))?;
     let mut survivor = Survivor::new(Listener::bind(&lock)?, layout_hash(), Limits::default())?;
     let offer = join(options, &lock, epoch, &mut survivor, stop, (&clock, until_ns))?;
     let (offer, segments, regions) = fit(options, offer, &map, epoch)?;
@@ -202,18 +216,23 @@ struct Doorkeeper<'a> {
 }
 
 impl SurvivorState for Doorkeeper<'_> {
-    fn holdings(&mut self, call: &Call) -> Result<Holdings<'_>, Mismatch> {
+    fn holdings(&mut self, call: &Call) -> Result<Option<Holdings<'_>>, Mismatch> {
+        // Its own producer called while this worker still knocked at its door.
+        if call.producer_epoch == self.door.surviving.producer_epoch {
+            return Ok(None);
+        }
         // X20: the lock of a producer that lives may have been deleted from under it; its proof cannot.
         if let Some(pid) = self.door.producer_lives {
             return Err(Mismatch::occupied("producer", format!("pid {}", call.pid), Some(pid)));
         }
-        Ok(Holdings {
+        Ok(Some(Holdings {
             surviving: self.door.surviving.clone(),
             control: self.door.control.as_fd(),
             pool: self.door.pool.as_fd(),
             rank: self.door.segment.as_fd(),
-        })
+        }))
     }
+
     fn residency(&mut self) -> Vec<u8> {
         export(self.worker)
     }

@@ -11,6 +11,7 @@ use kvsluice_layout::ids::{Position, Rank};
 use kvsluice_layout::planes::GeometryMap;
 use kvsluice_layout::record::{Kind, Terminal};
 use kvsluice_layout::refusal::Refusal;
+use kvsluice_transport::death;
 use kvsluice_transport::port::{Incoming, Outcome, Port};
 use kvsluice_transport::ring::Broken;
 use kvsluice_transport::shared::{Shared, SharedMut};
@@ -336,6 +337,7 @@ impl<C: Shared, R: SharedMut, D: Device> Worker<C, R, D> {
             }
             self.barrier = false;
         }
+        death::point("copied");
         self.port.finish(job.into_ticket(), outcome);
     }
 

@@ -5,6 +5,8 @@ pub mod charter;
 pub mod clock;
 #[cfg(not(loom))]
 pub mod counting;
+#[cfg(not(loom))]
+pub mod death;
 pub mod members;
 pub mod port;
 pub mod producer;

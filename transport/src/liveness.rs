@@ -129,6 +129,14 @@ impl Proof {
     }
 }
 
+/// True where the process that filled `role` with `epoch` fills it no more, by the word of the lock (X23).
+pub(crate) fn has_left(dir: &ChannelDir, role: Role, epoch: ProcessEpoch) -> bool {
+    match LockWatch::open(dir, role, Some(epoch)) {
+        Ok(watch) => watch.is_none_or(|watch| matches!(watch.holder(), Ok(None))),
+        Err(_) => false,
+    }
+}
+
 /// What is known of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]

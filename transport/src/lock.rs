@@ -21,13 +21,21 @@ use rustix::fs::ftruncate;
 use rustix::io::{pread, pwrite};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use crate::names::Role;
-use crate::runtime_dir::{ChannelDir, RuntimeDirError};
+use crate::names::{ChannelName, Role};
+use crate::runtime_dir::{ChannelDir, RuntimeDir, RuntimeDirError};
 use crate::segment::Identity;
 
-/// Locks of this process, by (device, inode): the epoch and the pid that took each. A forked child inherits the list,
-/// but not the locks.
-static OWN: Mutex<BTreeMap<(u64, u64), (ProcessEpoch, u32)>> = Mutex::new(BTreeMap::new());
+/// Locks of this process, by (device, inode). A forked child inherits the list, but not the locks.
+static OWN: Mutex<BTreeMap<(u64, u64), Own>> = Mutex::new(BTreeMap::new());
+
+/// A lock of this process.
+struct Own {
+    epoch: ProcessEpoch,
+    /// The process that took it.
+    pid: u32,
+    /// Descriptors of the file that were opened before it was locked: closing one would release the lock.
+    kept: Vec<OwnedFd>,
+}
 
 /// The process that fills a role.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,6 +132,29 @@ impl RoleLock {
         }
     }
 
+    /// Takes a role of a channel whose folder is made first where it is not there: again, where the last process of the
+    /// channel takes it away meanwhile.
+    ///
+    /// # Errors
+    /// As [`Self::acquire`] and [`RuntimeDir::channel`].
+    pub fn acquire_in(
+        runtime: &RuntimeDir,
+        name: &ChannelName,
+        role: Role,
+        epoch: ProcessEpoch,
+        patience: Duration,
+    ) -> Result<Self, LockError> {
+        let mut attempts = 0;
+        loop {
+            let dir = runtime.channel(name)?;
+            match Self::acquire(&dir, role, epoch, patience) {
+                // Nothing can be made in a folder that was removed.
+                Err(LockError::File(_)) if dir.check_still_there().is_err() && attempts < 64 => attempts += 1,
+                result => return result,
+            }
+        }
+    }
+
     fn try_acquire(dir: &ChannelDir, role: Role, epoch: ProcessEpoch) -> Result<Self, LockError> {
         let name = role.lock_file();
         let path = dir.path_of(&name);
@@ -162,7 +193,8 @@ impl RoleLock {
             let said = format!("{} {}\n", epoch.get(), std::process::id());
             ftruncate(&file, 0).map_err(|e| failed("write")(e.into()))?;
             pwrite(&file, said.as_bytes(), 0).map_err(|e| failed("write")(e.into()))?;
-            own.insert((identity.device, identity.inode), (epoch, std::process::id()));
+            let (pid, kept) = (std::process::id(), Vec::new());
+            own.insert((identity.device, identity.inode), Own { epoch, pid, kept });
             return Ok(Self {
                 dir: dir.clone(),
                 role,
@@ -224,11 +256,15 @@ impl Drop for RoleLock {
 
 /// An eye on a role that another process fills: says when that process is gone, by the lock (X23).
 ///
-/// It looks at the very file that was locked when the watch began, whatever becomes of its name. A process that watches
-/// a role must not take it itself while the watch lasts: dropping the watch would release that lock.
+/// It looks at the very file that was locked when the watch began, whatever becomes of its name. A role of this process
+/// itself can be watched as well, and one that is watched can be taken.
+///
+/// # Drop behaviour
+/// Closes the file, unless this process has locked it meanwhile: then it stays open for as long as the lock lasts.
 #[derive(Debug)]
 pub struct LockWatch {
-    file: OwnedFd,
+    /// `None` for a lock of this process, whose file must not be opened again.
+    file: Option<OwnedFd>,
     identity: Identity,
     epoch: Option<ProcessEpoch>,
 }
@@ -240,16 +276,31 @@ impl LockWatch {
     /// What is wrong with the lock file.
     pub fn open(dir: &ChannelDir, role: Role, epoch: Option<ProcessEpoch>) -> Result<Option<Self>, RuntimeDirError> {
         let name = role.lock_file();
+        let look_at = |source| RuntimeDirError::System {
+            path: dir.path_of(&name),
+            step: "look at",
+            source,
+        };
+        // Held to the end, so that this process does not lock the file while it is being opened here.
+        let own = OWN.lock();
+        let named = dir.identity_of(&name).map_err(look_at)?;
+        if let Some(identity) = named.filter(|_| own_holder(&own, named).is_some() && !planted("x23_watch_opens_own")) {
+            return Ok(Some(Self {
+                file: None,
+                identity,
+                epoch,
+            }));
+        }
         let file = match dir.open_file(&name, false) {
             Err(RuntimeDirError::System { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,
         };
-        let identity = Identity::of_descriptor(&file).map_err(|source| RuntimeDirError::System {
-            path: dir.path_of(&name),
-            step: "look at",
-            source,
-        })?;
-        Ok(Some(Self { file, identity, epoch }))
+        let identity = Identity::of_descriptor(&file).map_err(look_at)?;
+        Ok(Some(Self {
+            file: Some(file),
+            identity,
+            epoch,
+        }))
     }
 
     /// The process that fills the role now; `None` once it is proven that the watched one does not any more: the lock is
@@ -260,7 +311,7 @@ impl LockWatch {
     pub fn holder(&self) -> io::Result<Option<Holder>> {
         let holder = match own_holder(&OWN.lock(), Some(self.identity)) {
             Some(own) => Some(own),
-            None => holder_of(&self.file)?,
+            None => self.file.as_ref().map(holder_of).transpose()?.flatten(),
         };
         let replaced = |holder: &Holder| match (self.epoch, holder.said) {
             (Some(watched), Some((epoch, _))) => watched != epoch,
@@ -270,13 +321,24 @@ impl LockWatch {
     }
 }
 
+impl Drop for LockWatch {
+    fn drop(&mut self) {
+        let mut own = OWN.lock();
+        let lock = own.get_mut(&(self.identity.device, self.identity.inode));
+        match lock.filter(|lock| lock.pid == std::process::id() && !planted("x23_watch_opens_own")) {
+            Some(lock) => lock.kept.extend(self.file.take()),
+            None => self.file = None,
+        }
+    }
+}
+
 /// A lock of this process, which the kernel would not show to it.
-fn own_holder(own: &BTreeMap<(u64, u64), (ProcessEpoch, u32)>, file: Option<Identity>) -> Option<Holder> {
+fn own_holder(own: &BTreeMap<(u64, u64), Own>, file: Option<Identity>) -> Option<Holder> {
     let file = file?;
-    let (epoch, pid) = *own.get(&(file.device, file.inode))?;
-    (pid == std::process::id()).then_some(Holder {
-        pid: Some(pid),
-        said: Some((epoch, pid)),
+    let Own { epoch, pid, .. } = own.get(&(file.device, file.inode))?;
+    (*pid == std::process::id()).then_some(Holder {
+        pid: Some(*pid),
+        said: Some((*epoch, *pid)),
     })
 }
 
@@ -333,10 +395,10 @@ fn await_end(holder: Holder, until: Instant) {
 mod tests {
     use kvsluice_layout::ids::Rank;
 
+    use kvsluice_layout::planted::with_planted;
+
     use super::*;
-    use crate::names::ChannelName;
     use crate::peers::Peers;
-    use crate::runtime_dir::RuntimeDir;
     use crate::test_process::{Second, listen, part, say};
 
     const EPOCH: ProcessEpoch = ProcessEpoch(0xfeed);
@@ -450,6 +512,53 @@ mod tests {
             .unwrap()
             .unwrap();
         assert_eq!(watch.holder().unwrap(), None, "epoch 7 holds it, epoch 6 was watched");
+    }
+
+    #[test]
+    fn x23_a_watch_of_a_role_never_releases_this_processes_own_lock_on_it() {
+        if let Some(folder) = part() {
+            let taken = acquire(&channel(folder.as_ref()), Duration::ZERO);
+            say(if taken.is_ok() { "taken" } else { "refused" });
+            return;
+        }
+        let others_find_it = |watch_first: bool| {
+            let temp = tempfile::tempdir().unwrap();
+            let channel = channel(temp.path());
+            let watch = || LockWatch::open(&channel, Role::Producer, None).unwrap();
+            channel.open_file("producer.lock", true).unwrap();
+            let early = watch_first.then(watch);
+            let lock = acquire(&channel, Duration::ZERO).unwrap();
+            let watch = early.unwrap_or_else(watch).unwrap();
+            assert_eq!(watch.holder().unwrap().unwrap().pid, Some(std::process::id()));
+            drop(watch);
+            let found = Second::start(temp.path().to_str().unwrap()).hear();
+            drop(lock);
+            found
+        };
+        for watch_first in [false, true] {
+            assert_eq!(others_find_it(watch_first), "refused");
+            let planted = with_planted("x23_watch_opens_own", || others_find_it(watch_first));
+            assert_eq!(planted, "taken", "the planted fault is not seen");
+        }
+    }
+
+    #[test]
+    fn x27_a_folder_that_the_last_process_took_away_is_made_again() {
+        let temp = tempfile::tempdir().unwrap();
+        let runtime = RuntimeDir::open(temp.path(), &Peers::default()).unwrap();
+        let name = ChannelName::new("engine").unwrap();
+        // Between the look at the folder and the lock in it: what `acquire_in` begins anew for.
+        let dir = runtime.channel(&name).unwrap();
+        assert!(runtime.remove(&dir).unwrap());
+        let error = acquire(&dir, Duration::ZERO).unwrap_err();
+        assert!(
+            matches!(error, LockError::File(_)) && dir.check_still_there().is_err(),
+            "{error}"
+        );
+        let lock = RoleLock::acquire_in(&runtime, &name, Role::Producer, EPOCH, Duration::ZERO).unwrap();
+        lock.check_still_there().unwrap();
+        // In use, it stays.
+        assert!(!runtime.remove(lock.dir()).unwrap());
     }
 
     #[test]

@@ -32,6 +32,7 @@ fn measure(setup: &Setup, side: &str, target: Target) -> Result<Figure> {
         length: PATIENCE,
         kills_max: setup.rounds as u64,
         ranks: 2,
+        warm: true,
         always_calm: true,
     };
     let tally = chaos::run(&plan, None, &|_| vec!["--ranks=2".into()])?;

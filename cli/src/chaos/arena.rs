@@ -1,14 +1,15 @@
 //! The loop: start, strike, hear, start again.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ffi::OsString;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use kvsluice_cpu_worker::process::Event as ProducerEvent;
+use kvsluice_cpu_worker::process::{Event as ProducerEvent, STARTS_COLD};
 use kvsluice_gpu_worker::process::Event as WorkerEvent;
 use kvsluice_layout::ids::Rank;
+use kvsluice_transport::death::{self, DIE_AT_ENV};
 use kvsluice_transport::names::{ChannelName, Role};
 use rustix::process::Signal;
 
@@ -31,6 +32,8 @@ pub(crate) struct Plan {
     pub(crate) length: Duration,
     pub(crate) kills_max: u64,
     pub(crate) ranks: u32,
+    /// A channel outlives its producer: a start in the cold loses plans.
+    pub(crate) warm: bool,
     /// Strike only what has recovered, by SIGKILL alone: for a measurement.
     pub(crate) always_calm: bool,
 }
@@ -66,14 +69,20 @@ pub(super) struct Arena<'a> {
     view: View,
     last: String,
     pids: BTreeMap<Role, u32>,
+    /// Deaths that a test orders, which come instead of the strikes.
+    orders: VecDeque<(Role, String)>,
+    /// Processes that are to die by themselves, and where.
+    doomed: BTreeMap<u32, String>,
     /// Processes that were killed from here and have not fallen silent yet.
     struck: BTreeSet<u32>,
     wounds: Vec<Wound>,
     /// Stopped processes: when to go on, and whether by SIGKILL.
     stopped: BTreeMap<Role, (Instant, bool, String)>,
     told: BTreeMap<Role, Told>,
-    /// What a rank has read of the ring, where its producer died.
-    consumed: BTreeMap<u32, u64>,
+    /// What a rank had read of the ring when its producer died, and that producer.
+    consumed: BTreeMap<u32, (u32, u64)>,
+    /// The producer that spoke last.
+    producer: u32,
     /// The strike that comes next, and when; `None` for the instant: not due yet.
     next: Strike,
     due: Option<Instant>,
@@ -105,11 +114,14 @@ impl<'a> Arena<'a> {
             view: View::new(),
             last: String::new(),
             pids: BTreeMap::new(),
+            orders: death::orders().into(),
+            doomed: BTreeMap::new(),
             struck: BTreeSet::new(),
             wounds: Vec::new(),
             stopped: BTreeMap::new(),
             told: BTreeMap::new(),
             consumed: BTreeMap::new(),
+            producer: 0,
             next,
             due: None,
             at_event: false,
@@ -141,9 +153,12 @@ impl<'a> Arena<'a> {
     /// Goes on until the time is over, everything has recovered and drained, and every process has ended.
     pub(super) fn fight(mut self) -> anyhow::Result<Tally> {
         let until = Instant::now() + self.plan.length;
+        // The first of the ordered deaths are already on their way.
+        let ordered = (self.orders.len() + self.doomed.len()) as u64;
+        let kills_max = if ordered > 0 { ordered } else { self.plan.kills_max };
         while !self.interrupted {
             let now = Instant::now();
-            let over = now >= until || self.tally.kills() >= self.plan.kills_max;
+            let over = now >= until || self.tally.kills() >= kills_max;
             if over {
                 self.due = None; // nothing more is struck, and nothing is waited for on its account
             }
@@ -159,7 +174,7 @@ impl<'a> Arena<'a> {
                 break;
             }
             self.let_go_on(now);
-            if !over {
+            if !over && ordered == 0 {
                 self.aim(now);
                 if self.due.is_some_and(|due| now >= due) {
                     self.strike(now);
@@ -201,7 +216,11 @@ impl<'a> Arena<'a> {
             // What would be worth a warning elsewhere is what happens here all the time.
             variables.push(("RUST_LOG", "error".to_owned()));
         }
+        let order = self.orders.iter().position(|(doomed, _)| *doomed == role);
+        let order = order.and_then(|at| self.orders.remove(at)).map(|(_, at)| at);
+        variables.push((DIE_AT_ENV, order.clone().unwrap_or_default()));
         let pid = self.crew.start(role, &args, &variables)?;
+        self.doomed.extend(order.map(|at| (pid, at)));
         tracing::debug!("started role={role} pid={pid}");
         self.pids.insert(role, pid);
         Ok(())
@@ -223,11 +242,7 @@ impl<'a> Arena<'a> {
             if self.stopped.contains_key(role) {
                 continue;
             }
-            let side = match role {
-                Role::Producer => "producer",
-                Role::Rank(_) => "worker",
-            };
-            let point = format!("{side}:{}", strike.point(self.at_event));
+            let point = format!("{}:{}", side(*role), strike.point(self.at_event));
             match strike.how {
                 How::Kill => self.kill(*role, point),
                 How::Stop(pause) => self.stop(*role, now + pause, false, point),
@@ -245,10 +260,14 @@ impl<'a> Arena<'a> {
         if self.crew.signal(role, Signal::KILL) != Some(pid) {
             return;
         }
+        self.struck.insert(pid);
+        self.killed(role, pid, point);
+    }
+
+    fn killed(&mut self, role: Role, pid: u32, point: String) {
         self.last = format!("killed {point} (pid {pid})");
         tracing::debug!("killed {point} pid={pid}");
         *self.tally.kills_by_point.entry(point).or_default() += 1;
-        self.struck.insert(pid);
         self.wounds.push(Wound {
             role,
             pid,
@@ -305,6 +324,7 @@ impl<'a> Arena<'a> {
     fn heard_producer(&mut self, event: ProducerEvent) {
         match event {
             ProducerEvent::Ready { pid, incarnation, .. } => {
+                self.producer = pid;
                 self.tally.cold_starts += u64::from(incarnation == 1);
                 self.replaced(Role::Producer, pid);
                 self.point("ready");
@@ -322,9 +342,17 @@ impl<'a> Arena<'a> {
                 self.tally.resumed_requests += resumed_requests;
                 self.tally.recovered_records += in_flight;
                 for rank in ranks {
-                    // X25: a record that a worker has read is in the journal or below it.
-                    let read = self.consumed.remove(&rank);
-                    self.tally.lost_plans += u64::from(read.is_some_and(|read| read > tail));
+                    // X25: a record that a worker has read is in the journal or below it. The worker may be heard first
+                    // on this very producer's death: what it has read by then is for the next takeover to know.
+                    let read = self.consumed.get(&rank).filter(|(lost, _)| *lost != self.producer);
+                    if let Some((_, read)) = read.copied() {
+                        self.consumed.remove(&rank);
+                        if read > tail {
+                            self.lost(&format!(
+                                "rank {rank} has read up to {read}, the journal ends at {tail}"
+                            ));
+                        }
+                    }
                     let role = Role::Rank(Rank(rank));
                     if let Some(pid) = self.pids.get(&role).copied() {
                         self.replaced(role, pid);
@@ -346,6 +374,11 @@ impl<'a> Arena<'a> {
             }
             ProducerEvent::Progress { .. } => {}
             ProducerEvent::Summary(summary) => {
+                let (published, ended) = (summary.completions.published, summary.completions.ended());
+                if published != ended {
+                    self.view
+                        .say(&format!("{published} operations were published, {ended} have ended"));
+                }
                 self.tally.ended(&summary);
                 self.summed.insert(Role::Producer);
             }
@@ -375,12 +408,15 @@ impl<'a> Arena<'a> {
                 self.tally.double_applied += told.repeated.saturating_sub(before.repeated);
                 self.tally.verified_bytes += told.verified.saturating_sub(before.verified);
             }
-            WorkerEvent::ProducerLost { rank, consumed, .. } => {
-                self.consumed.insert(rank, consumed);
+            WorkerEvent::ProducerLost { rank, pid, consumed } => {
+                self.consumed.insert(rank, (pid, consumed));
                 self.point("producer-lost");
             }
             WorkerEvent::Adopted { .. } => self.point("adopted"),
-            WorkerEvent::Drained { .. } => {
+            WorkerEvent::Drained { reason, .. } => {
+                if self.plan.warm && reason == STARTS_COLD {
+                    self.lost(&format!("{role} was told that {reason}"));
+                }
                 // Its counts begin again.
                 self.told.remove(&role);
                 self.tally.drained += 1;
@@ -432,7 +468,12 @@ impl<'a> Arena<'a> {
             self.tally.gave_up += u64::from(!summed || status.code().is_none_or(|code| code > 1));
             return Ok(());
         }
-        if !self.struck.remove(&pid) {
+        let doom = self.doomed.remove(&pid);
+        if let Some(at) = doom.filter(|_| status.signal() == Some(Signal::KILL.as_raw())) {
+            // It is counted where it was to die, and not where in its count.
+            let place = at.split_once(':').map_or("store", |(point, _)| point);
+            self.killed(role, pid, format!("{}:{place}", side(role)));
+        } else if !self.struck.remove(&pid) {
             if role == Role::Producer && summed && status.code() == Some(0) {
                 self.tally.played += 1;
             } else {
@@ -453,6 +494,11 @@ impl<'a> Arena<'a> {
         }
         self.tally.restarts += 1;
         self.employ(role)
+    }
+
+    fn lost(&mut self, why: &str) {
+        self.view.say(&format!("a plan is lost: {why}"));
+        self.tally.lost_plans += 1;
     }
 
     fn hang(&mut self, what: &str) {
@@ -491,5 +537,13 @@ impl<'a> Arena<'a> {
             }
         }
         Ok(())
+    }
+}
+
+/// The name of a role's side in `kills_by_point`.
+fn side(role: Role) -> &'static str {
+    match role {
+        Role::Producer => "producer",
+        Role::Rank(_) => "worker",
     }
 }

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::{ArgMatches, Args, ValueEnum};
+use kvsluice_cpu_worker::process::Residence;
 use kvsluice_transport::names::ChannelName;
 
 use crate::clean;
@@ -75,6 +76,7 @@ pub(crate) fn chaos(args: &ChaosArgs, matches: &ArgMatches) -> anyhow::Result<Ex
             .map_err(crate::exit::usage)?,
         kills_max: args.kills.unwrap_or(u64::MAX),
         ranks: args.geometry.geometry()?.ranks,
+        warm: args.segments.residence() != Residence::Hardened,
         always_calm: false,
     };
     let runtime_dir = args.place.runtime_dir.clone();

@@ -1,7 +1,8 @@
 //! What a chaos run came to, added up from what the processes tell.
 //!
 //! - `lost_plans`: operations that a producer published or took over and that never ended though nothing is in flight;
-//!   and takeovers whose journal ends before a record that a surviving worker has read.
+//!   takeovers whose journal ends before a record that a surviving worker has read; and channels that could not be taken
+//!   over at all, though a worker had outlived their producer and the mode allows it.
 //! - `double_applied`: records that a worker read twice, answers that repeat or contradict one.
 //! - `early_reuse`: times that bytes on a device were not what their plan says: a source or a destination was used again
 //!   before its terminal state. `mismatched_bytes` is how many.

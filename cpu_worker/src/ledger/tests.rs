@@ -118,6 +118,7 @@ fn r45_every_part_of_the_key_names_the_operation() {
     let operation = pending(&mut ledger, 1, 1, 64);
     let good = ack_of(&operation, 0);
     let key = good.key;
+    assert_eq!(format!("{operation:?}"), format!("{key:?} {:?}", SelectionRevision(1)));
     let others = [
         Ack {
             key: OperationKey {
@@ -314,4 +315,45 @@ fn f11_a_finish_after_the_submission_waits_for_its_outcome() {
     ));
     assert_eq!(ledger.state(b"a-b-c"), None);
     assert!(ledger.open(b"a-b-c", EPOCH).is_err() && ledger.open(b"a-b-c", RequestEpoch(3)).is_ok());
+}
+
+#[test]
+fn r45_r46_what_names_another_life_is_stale_or_of_the_future_and_changes_nothing() {
+    let mut ledger = ledger(1);
+    let operation = pending(&mut ledger, 1, 1, 64);
+    let epoch = |epoch| Submission {
+        request_epoch: RequestEpoch(epoch),
+        operation: OperationId(2),
+        pool_generation: GENERATION,
+        revision: SelectionRevision(2),
+        bytes: 64,
+    };
+    let current = EPOCH;
+    assert_eq!(
+        [1, 3].map(|found| ledger.submit(b"a-b-c", &epoch(found)).unwrap_err()),
+        [
+            SubmitError::StaleEpoch {
+                found: RequestEpoch(1),
+                current
+            },
+            SubmitError::FutureEpoch {
+                found: RequestEpoch(3),
+                current
+            }
+        ]
+    );
+    let mut ack = |epoch| {
+        let mut ack = ack_of(&operation, 0);
+        ack.key.request_epoch = RequestEpoch(epoch);
+        ledger.ack(b"a-b-c", &ack)
+    };
+    assert_eq!(ack(1), Ok(Acked::Ignored));
+    assert!(matches!(ack(3), Err(AckError::Future { .. })));
+    for epoch in [1, 3].map(RequestEpoch) {
+        assert_eq!(ledger.finish(b"a-b-c", epoch), Finished::Ignored);
+        assert_eq!(ledger.abort(b"a-b-c", epoch, operation.key().operation), None);
+    }
+    assert_eq!(state(&ledger), (0, 0, Some(1)));
+    let said = ledger.counters();
+    assert_eq!((said.duplicate, said.ignored, said.refused), (0, 1, 1));
 }

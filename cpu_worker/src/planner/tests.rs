@@ -193,6 +193,46 @@ fn r40_every_list_is_checked_against_the_sequence() {
 }
 
 #[test]
+fn r39_slots_past_the_valid_ones_are_not_held_and_there_are_no_more_valid_ones_than_slots() {
+    let mut layers = [layer(0, &[5, 6], &[5, 6], &[])];
+    let plan = |layers: &[Layer], valid: u32| {
+        let mut inputs = inputs(layers);
+        inputs[0].held_valid = BlockCount(valid);
+        let input = PlanInput {
+            seq_blocks: BlockCount(8),
+            table_mode: TableMode::PerLayer,
+            layers: &inputs,
+        };
+        let mut planner = Planner::new();
+        let plan = planner.plan(&input)?;
+        let uploads = plan.layers().flat_map(|row| row.upload.to_vec());
+        Ok(uploads.map(LogicalBlock::get).collect::<Vec<_>>())
+    };
+    assert_eq!(
+        [0, 1, 2].map(|valid| plan(&layers, valid)),
+        [Ok(vec![5, 6]), Ok(vec![6]), Ok(vec![])]
+    );
+    let (layer, valid, len) = (DecoderLayer(0), BlockCount(3), 2);
+    assert_eq!(plan(&layers, 3), Err(PlanError::HeldValid { layer, valid, len }));
+    layers[0].active = false;
+    assert_eq!(plan(&layers, 3), Ok(vec![]), "R25: an inactive layer is not looked at");
+}
+
+#[test]
+fn r25_a_layer_comes_once_also_where_it_is_inactive() {
+    let mut layers = [
+        layer(4, &[1], &[], &[]),
+        layer(2, &[1], &[], &[]),
+        layer(4, &[], &[], &[]),
+    ];
+    for active in [true, false] {
+        layers[2].active = active;
+        let refused = plan(&mut Planner::new(), TableMode::PerLayer, 8, &layers).unwrap_err();
+        assert_eq!(refused, PlanError::DuplicateLayer { layer: DecoderLayer(4) });
+    }
+}
+
+#[test]
 fn f2_f3_r42_an_empty_delta_is_a_plan_of_kind_zero() {
     let (kind, rows, slots, max) = common(&[layer(0, &[1, 2], &[2, 1], &[]), layer(1, &[], &[], &[])]);
     assert_eq!((kind, slots, max), (PlanKind::Zero, Some(vec![(0, 0)]), Some(2)));

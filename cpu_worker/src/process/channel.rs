@@ -25,7 +25,7 @@ use kvsluice_transport::segment::{
 use kvsluice_transport::shared::Shared;
 
 use super::host::{Chair, Host, Place};
-use super::{OnRankLost, ProcessError, ProducerOptions, Residence, random, system};
+use super::{OnRankLost, ProcessError, ProducerOptions, Residence, STARTS_COLD, random, system};
 use crate::rounds::Sources;
 use crate::store::HostStore;
 
@@ -81,7 +81,27 @@ pub(super) fn open(
         Residence::Persistent(folder) => Some(Arc::new(Persistent::open(folder, lock.dir().name().clone())?)),
         Residence::Memfd | Residence::Hardened => None,
     };
-    let backend: Arc<dyn Backend> = match &named {
+    let opened = find_or_make(options, lock, epoch, (map, region), clock, named.as_ref())?;
+    if let Some(named) = &named {
+        // X24: the segment of a rank that died with its producer is never used again, and its name is in the way.
+        let seated = |segment: &SegmentKind| {
+            let mut ranks = opened.survivors.iter().map(|one| one.survived.surviving.rank);
+            ranks.any(|rank| *segment == SegmentKind::Rank(rank))
+        };
+        remove_named(named, rank_segments().filter(|segment| !seated(segment)))?;
+    }
+    Ok(opened)
+}
+
+fn find_or_make(
+    options: &ProducerOptions,
+    lock: &RoleLock,
+    epoch: ProcessEpoch,
+    (map, region): (Arc<GeometryMap>, RegionMap),
+    clock: &dyn Clock,
+    named: Option<&Arc<Persistent>>,
+) -> Result<Opened, ProcessError> {
+    let backend: Arc<dyn Backend> = match named {
         Some(named) => named.clone(),
         None => Arc::new(Memfd {
             hardened: options.residence == Residence::Hardened,
@@ -114,16 +134,16 @@ pub(super) fn open(
                     Ok(opened) => return Ok(opened),
                     Err((error, latest)) => {
                         tracing::warn!(%error, "the channel starts cold");
-                        drain(latest, "the channel cannot be taken over and starts cold");
+                        drain(latest, STARTS_COLD);
                     }
                 }
             }
             Err(error) => {
                 tracing::warn!(%error, "the channel starts cold");
-                drain(latest, "the channel cannot be taken over and starts cold");
+                drain(latest, STARTS_COLD);
             }
         }
-    } else if let Some(named) = &named {
+    } else if let Some(named) = named {
         match ground.find_named(named) {
             Ok(None) => {}
             Ok(Some(found)) => match ground.take_over(found, Vec::new(), backend.clone()) {
@@ -134,8 +154,9 @@ pub(super) fn open(
             Err(error) => tracing::warn!(%error, "the named segments are made anew"),
         }
     }
-    if let Some(named) = &named {
-        remove_named(named)?;
+    if let Some(named) = named {
+        let written = [SegmentKind::Control, SegmentKind::Pool].into_iter();
+        remove_named(named, written.chain(rank_segments()))?;
     }
     ground.make(backend)
 }
@@ -184,9 +205,12 @@ fn drain(workers: Vec<Survived>, reason: &str) {
     }
 }
 
-fn remove_named(named: &Persistent) -> Result<(), ProcessError> {
-    let ranks = (0..MAX_RANKS).map(|rank| SegmentKind::Rank(Rank(rank)));
-    for segment in [SegmentKind::Control, SegmentKind::Pool].into_iter().chain(ranks) {
+fn rank_segments() -> impl Iterator<Item = SegmentKind> {
+    (0..MAX_RANKS).map(|rank| SegmentKind::Rank(Rank(rank)))
+}
+
+fn remove_named(named: &Persistent, segments: impl IntoIterator<Item = SegmentKind>) -> Result<(), ProcessError> {
+    for segment in segments {
         if let Some(file) = named.find(segment)? {
             let removed = Identity::of_descriptor(&file).and_then(|identity| named.discard(segment, identity));
             removed.map_err(system("remove a named segment"))?;

@@ -2,6 +2,7 @@
 
 use kvsluice_layout::ids::Rank;
 use kvsluice_transport::attach::{Admission, Admitted, Arrival, Hello, Mismatch};
+use kvsluice_transport::death;
 use kvsluice_transport::link::Peer;
 use kvsluice_transport::liveness::Life;
 
@@ -61,6 +62,7 @@ impl Process<'_> {
                     let pid = newcomer.proof.holder().shown_pid().unwrap_or(pid);
                     // X24: the first position is stored before the Reset at that position is published.
                     self.rounds.producer_mut().join(rank, segment.clone(), epoch, pid);
+                    death::point("joined");
                     self.seat(rank, pid, segment, newcomer.link, newcomer.proof)?;
                     tell(Event::Attached { rank: rank.get(), pid });
                 }

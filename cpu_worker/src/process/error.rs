@@ -9,7 +9,6 @@ use kvsluice_layout::ids::Rank;
 use kvsluice_layout::region::RegionError;
 use kvsluice_transport::attach::TakeoverError;
 use kvsluice_transport::link::LinkError;
-use kvsluice_transport::liveness::ExpelError;
 use kvsluice_transport::lock::LockError;
 use kvsluice_transport::names::ChannelNameError;
 use kvsluice_transport::producer::Oldest;
@@ -114,9 +113,6 @@ pub enum ProcessError {
         /// What is in flight.
         oldest: Option<Oldest>,
     },
-    /// A hung worker cannot be killed.
-    #[error(transparent)]
-    Expel(#[from] ExpelError),
     /// The rounds log.
     #[error("rounds log {path}: {source}")]
     RoundsLog {

@@ -7,6 +7,9 @@ use serde::{Deserialize, Serialize};
 use crate::rounds::{Costs, Rounds};
 use crate::trace::{TraceError, TraceRequest};
 
+/// What a worker that outlived its producer is told where its channel cannot be taken over: what was in flight is lost.
+pub const STARTS_COLD: &str = "the channel cannot be taken over and starts cold";
+
 /// What a producer process tells.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]

@@ -6,6 +6,7 @@ use kvsluice_layout::ids::{OperationId, Rank, SelectionRevision, TokenCount};
 use kvsluice_layout::planted::with_planted;
 
 use super::*;
+use crate::invariants::check_residency;
 use crate::ledger::{Ack, Acked, Ledger, Submission, Submitted};
 use crate::planner::{LayerInput, PlanInput, Planner, TableMode};
 use crate::retain::{RetainInput, RetainLayer, RetainPlanner};
@@ -235,13 +236,16 @@ fn r17_a_residency_names_its_life_its_slots_and_what_is_pending() {
             .collect::<Vec<_>>(),
         [2, 1]
     );
+    let more = bench.stage([&[40, 41, 42], &[50]]);
+    bench.commit(&more);
+    assert_eq!(bench.residency.replaced(), [], "what is appended replaces nothing");
     let (_, retain) = bench.stage_retain([&[0], &[0]]);
     assert_eq!(pending(&bench), (None, Some(retain.key())));
     bench.commit(&retain);
     assert_eq!((pending(&bench), bench.residency.staged_tables()), ((None, None), None));
     assert_eq!(
         (bench.residency.map_revision(), bench.residency.revision()),
-        (MapRevision(1), SelectionRevision(2))
+        (MapRevision(2), SelectionRevision(3))
     );
 }
 
@@ -302,6 +306,64 @@ fn r43_i3_any_other_order_is_refused() {
             plan_moves: true
         })
     );
+}
+
+#[test]
+fn r45_an_operation_of_another_life_or_pool_is_not_staged() {
+    let mut bench = bench();
+    let plan = bench.plan([&[1], &[]]);
+    let operation = bench.submit(64);
+    let layers = || [10, 11].map(|layer| (DecoderLayer(layer), GroupId(2)));
+    let mut stage = |mut other: Residency| other.stage_upload(&operation, &plan, &mut bench.owners);
+    for (epoch, generation) in [(2, 4), (4, 4), (3, 3), (3, 5)] {
+        let refused = stage(Residency::new(
+            RequestEpoch(epoch),
+            PoolGeneration(generation),
+            layers(),
+        ));
+        assert!(
+            matches!(refused, Err(StageError::OtherState { .. })),
+            "{epoch} {generation}: {refused:?}"
+        );
+    }
+    let mut ahead = Residency::new(EPOCH, GENERATION, layers());
+    ahead.map_revision = MapRevision(1);
+    assert!(matches!(stage(ahead), Err(StageError::OtherState { .. })));
+    // R8: a layer is resident in its group only.
+    for other in [[(DecoderLayer(10), GroupId(3))], [(DecoderLayer(12), GroupId(2))]] {
+        let (layer, group) = (DecoderLayer(10), GroupId(2));
+        let refused = stage(Residency::new(EPOCH, GENERATION, other));
+        assert_eq!(refused, Err(StageError::UnknownLayer { layer, group }));
+    }
+    assert_eq!(stage(Residency::new(EPOCH, GENERATION, layers())), Ok(()));
+}
+
+#[test]
+fn i3_a_staged_operation_that_does_not_follow_is_found() {
+    let mut bench = bench();
+    bench.stage([&[1], &[]]);
+    let check = |change: fn(&mut Residency)| {
+        let mut residency = bench.residency.clone();
+        change(&mut residency);
+        check_residency(&residency, &bench.owners)
+            .err()
+            .map(|broken| broken.invariant)
+    };
+    assert_eq!(check(|_| {}), None);
+    assert_eq!(
+        check(|residency| residency.map_revision = MapRevision(1)),
+        None,
+        "a zero delta keeps g"
+    );
+    let breaks: [fn(&mut Residency); 4] = [
+        |residency| residency.map_revision = MapRevision(2),
+        |residency| residency.staged.as_mut().unwrap().key.map_revision = MapRevision(2),
+        |residency| residency.request_epoch = RequestEpoch(4),
+        |residency| residency.pool_generation = PoolGeneration(5),
+    ];
+    for change in breaks {
+        assert_eq!(check(change), Some("I3"));
+    }
 }
 
 #[test]

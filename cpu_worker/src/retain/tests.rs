@@ -70,6 +70,44 @@ fn r51_the_table_is_rewritten_with_the_slots_that_are_kept() {
 }
 
 #[test]
+fn r51_a_shared_table_is_there_only_where_it_is_exact() {
+    let of = |layers: &[Layer]| {
+        let rows = rows(layers);
+        let mut planner = RetainPlanner::new();
+        let plan = planner.plan_retain_group(&input(&rows, true)).unwrap();
+        plan.shared_table().map(<[PhysicalBlock]>::to_vec)
+    };
+    let shared = Some([10, 12].map(PhysicalBlock).to_vec());
+    assert_eq!(
+        of(&[layer(&[10, 11, 12], &[0, 2]), layer(&[10, 11, 12], &[0, 2])]),
+        shared
+    );
+    assert_eq!(
+        of(&[layer(&[10, 11, 12], &[0, 2]), layer(&[10, 11, 12], &[1, 2])]),
+        None
+    );
+    assert_eq!(
+        of(&[layer(&[10, 11, 12], &[0, 2]), layer(&[10, 13, 12], &[0, 2])]),
+        None,
+        "other tables"
+    );
+    assert_eq!(of(&[inactive(layer(&[10], &[0]))]), Some(vec![]));
+}
+
+#[test]
+fn r53_a_layer_comes_once_and_any_block_number_is_released() {
+    let twice = [layer(&[10], &[0]), layer(&[11], &[0])];
+    let mut rows = rows(&twice);
+    rows[1].layer = rows[0].layer;
+    let refused = RetainPlanner::new().plan_retain_group(&input(&rows, true)).unwrap_err();
+    let layer_0 = DecoderLayer(0);
+    assert_eq!(refused, RetainError::DuplicateLayer { layer: layer_0 });
+    for block in [0, 1, 63, 64, 128, 5_000] {
+        assert_eq!(retain(&[layer(&[block], &[])], true).2, [block]);
+    }
+}
+
+#[test]
 fn r11_r51_any_kind_can_be_asked_for_and_a_shared_table_only_where_it_is_exact() {
     let kinds = |second: &[u32]| {
         let layers = [layer(&[10, 11, 12], &[0, 2]), layer(&[10, 11, 12], second)];

@@ -32,13 +32,8 @@ const VERIFY_BYTES: usize = 4 << 20;
 pub(super) struct NothingHeld;
 
 impl SurvivorState for NothingHeld {
-    fn holdings(&mut self, _: &Call) -> Result<Holdings<'_>, Mismatch> {
-        Err(Mismatch::new(
-            "worker",
-            "not attached",
-            "attached",
-            "let it attach to the new producer",
-        ))
+    fn holdings(&mut self, _: &Call) -> Result<Option<Holdings<'_>>, Mismatch> {
+        Ok(None)
     }
 
     fn residency(&mut self) -> Vec<u8> {

@@ -87,7 +87,7 @@ pub fn store(data: &[u8]) {
     POOL.with_borrow(|state| {
         let mut input = Input(data);
         let end = state.directory + FRAMES as usize * DIRECTORY_ENTRY_BYTES;
-        let changes = Change::read(&mut input, &[state.directory..end]);
+        let changes = Change::read(&mut input, std::slice::from_ref(&(state.directory..end)));
         for frame in 0..FRAMES {
             let (how, owner) = (input.byte(), u64::from(input.byte() % 16));
             let bytes = [input.byte(); BLOCK_BYTES];

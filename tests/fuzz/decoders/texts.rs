@@ -45,7 +45,7 @@ pub fn texts(data: &[u8]) {
                     // A log line stays one.
                     assert!(!mismatch.to_string().chars().any(char::is_control));
                 }
-                WorkerSays::Attached | WorkerSays::Residency | WorkerSays::Surviving(_) => {}
+                WorkerSays::Attached | WorkerSays::NothingHeld | WorkerSays::Residency | WorkerSays::Surviving(_) => {}
             }
         }
         1 => {

@@ -8,7 +8,7 @@ use kvsluice_layout::ids::{ChannelId, Incarnation, PoolGeneration, ProcessEpoch,
 use kvsluice_layout::region::layout_hash;
 use kvsluice_layout::segment::SegmentKind;
 use kvsluice_transport::attach::{
-    Admission, Admitted, Arrival, Hello, Joining, Limits, Mismatch, PROTOCOL, Reception, Welcome,
+    Admission, Admitted, Arrival, AttachError, Hello, Joining, Limits, Mismatch, PROTOCOL, Reception, Welcome,
 };
 use kvsluice_transport::clock::{Clock, Monotonic};
 use kvsluice_transport::link::{Link, LinkError, Listener, Peer};
@@ -145,8 +145,12 @@ fn attach_under_flood(peers: &Peers, uid: Option<u32>, count: u64) -> u64 {
                     pid: std::process::id(),
                     capability: json!({}),
                 };
-                let mut joining = Joining::start(&lock, hello, clock.now_ns(), u64::MAX / 2).expect("a producer");
                 // A worker that was crowded out knocks again; that it need not is for the limits to make likely.
+                let mut joining = match Joining::start(&lock, hello, clock.now_ns(), u64::MAX / 2) {
+                    Ok(joining) => joining,
+                    Err(AttachError::Link { .. }) => continue,
+                    Err(error) => panic!("{error}"),
+                };
                 let offer = loop {
                     match joining.poll(clock.now_ns()) {
                         Ok(Some(offer)) => break Some(offer),

@@ -7,7 +7,11 @@ mod eval;
 #[cfg(test)]
 mod losses;
 #[cfg(test)]
+mod namespaces;
+#[cfg(test)]
 mod pair;
+#[cfg(test)]
+mod persistent;
 #[cfg(test)]
 mod running;
 #[cfg(test)]

@@ -59,7 +59,35 @@ impl Program {
 
     /// Starts `kvsluice` with `args` in a runtime folder.
     pub(crate) fn start(folder: &Arc<TempDir>, args: &[&str], planted: &str) -> Self {
-        let mut command = Command::new(crate::BINARY);
+        Self::spawn(Command::new(crate::BINARY), folder, args, planted)
+    }
+
+    /// As [`Self::start`], in a pid namespace of its own (X28). `None`, with a message, where that is not allowed. `itself`
+    /// is then the program that made the namespace, and ends with it.
+    pub(crate) fn start_in_pid_namespace(folder: &Arc<TempDir>, args: &[&str]) -> Option<Self> {
+        let namespace = || {
+            let mut command = Command::new("unshare");
+            command.args(["--map-root-user", "--pid", "--fork", "--kill-child"]);
+            command
+        };
+        if !namespace().arg("true").status().is_ok_and(|status| status.success()) {
+            eprintln!("skipped: a pid namespace cannot be made here");
+            return None;
+        }
+        let mut command = namespace();
+        command.arg(crate::BINARY);
+        Some(Self::spawn(command, folder, args, ""))
+    }
+
+    /// The process that this one has started, as seen from here.
+    pub(crate) fn inner(&self) -> Pid {
+        let path = format!("/proc/{0}/task/{0}/children", self.id());
+        let children = std::fs::read_to_string(path).expect("it lives");
+        let child = children.split_whitespace().next().and_then(|pid| pid.parse().ok());
+        child.and_then(Pid::from_raw).expect("it has a child")
+    }
+
+    fn spawn(mut command: Command, folder: &Arc<TempDir>, args: &[&str], planted: &str) -> Self {
         command.args(args).arg("--runtime-dir").arg(folder.path());
         command.env("KVSLUICE_PLANTED", planted);
         command.env("RUST_LOG", "warn,kvsluice_cli=debug");

@@ -40,10 +40,8 @@ fn the_sides_find_each_other_in_either_order_and_the_last_one_removes_the_folder
         let played = producer.end();
         assert_eq!(played.code, Some(0), "{}", played.log);
         assert!(played.log.contains("10 requests"), "{}", played.log);
-        end_worker(early.or(late).unwrap());
+        end_worker(early.or(late).unwrap()).left_nothing();
     }
-    let clean = Program::start(&folder, &["clean"], "").end();
-    clean.left_nothing();
 }
 
 #[test]
@@ -105,6 +103,49 @@ fn x24_a_new_worker_takes_the_place_of_a_killed_one() {
     let ended = producer.end();
     assert_eq!(ended.code, Some(0), "{}", ended.log);
     assert!(ended.log.contains("0 blocks leaked"), "{}", ended.log);
+    end_worker(second);
+}
+
+#[test]
+fn x23_a_stopped_worker_is_alive_and_keeps_its_rank() {
+    let folder = folder();
+    let mut producer = producer(&folder, &["--wait-for-ranks", "--rounds=100000"]);
+    let mut stopped = worker(&folder, &[]);
+    stopped.until_it_says("verified role=0");
+    producer.until_it_says("takes part");
+    stopped.signal("itself", Signal::STOP);
+    let second = worker(&folder, &[]).end();
+    assert_eq!(second.code, Some(4), "{}", second.log);
+    let said = format!("is pid {} already", stopped.id());
+    assert!(second.log.contains(&said), "{}", second.log);
+    stopped.signal("itself", Signal::CONT);
+    producer.signal("itself", Signal::TERM);
+    let ended = producer.end();
+    assert_eq!(ended.code, Some(0), "{}", ended.log);
+    assert!(!ended.log.contains("RankLost"), "{}", ended.log);
+    assert!(ended.log.contains(" 0 blocks leaked"), "{}", ended.log);
+    end_worker(stopped);
+}
+
+#[test]
+fn x23_a_hung_worker_is_expelled_and_another_takes_its_place() {
+    let folder = folder();
+    let args = ["--wait-for-ranks", "--rounds=100000", "--expel-after-ms=300"];
+    let mut producer = producer(&folder, &args);
+    let mut hung = worker(&folder, &[]);
+    hung.until_it_says("verified role=0");
+    producer.until_it_says("takes part");
+    let pid = hung.id();
+    hung.signal("itself", Signal::STOP);
+    producer.until_it_says("a rank hangs and is killed");
+    producer.until_it_says(&format!("RankLost: rank 0, pid {pid}"));
+    assert_eq!(hung.end().code, None, "killed");
+    let mut second = worker(&folder, &[]);
+    second.until_it_says("verified role=0");
+    producer.signal("itself", Signal::TERM);
+    let ended = producer.end();
+    assert_eq!(ended.code, Some(0), "{}", ended.log);
+    assert!(ended.log.contains(" 0 blocks leaked"), "{}", ended.log);
     end_worker(second);
 }
 

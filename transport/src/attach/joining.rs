@@ -7,8 +7,9 @@ use kvsluice_layout::segment::SegmentKind;
 
 use super::{Envelope, Hello, Mismatch, PROTOCOL, ProducerSays, Welcome, WorkerSays};
 use crate::clock::Clock;
+use crate::death;
 use crate::link::{Link, LinkError, Received};
-use crate::liveness::Proof;
+use crate::liveness::{Proof, has_left};
 use crate::lock::RoleLock;
 use crate::names::Role;
 use crate::runtime_dir::ChannelDir;
@@ -219,7 +220,14 @@ impl Joining {
                 "run the same kvsluice release on both sides",
             )));
         };
-        let producer = Proof::of(&mut peer, &self.dir, Role::Producer, welcome.producer_epoch).map_err(&unfit)?;
+        let producer = match Proof::of(&mut peer, &self.dir, Role::Producer, welcome.producer_epoch) {
+            Ok(producer) => producer,
+            // It died behind its welcome: not one that does not fit, but none.
+            Err(_) if has_left(&self.dir, Role::Producer, welcome.producer_epoch) => {
+                return Err(self.failed(LinkError::HungUp));
+            }
+            Err(mismatch) => return Err(unfit(mismatch)),
+        };
         Ok(Offer {
             dir: self.dir.clone(),
             hello: self.hello.clone(),
@@ -302,6 +310,7 @@ impl Offer {
                 source,
             });
         }
+        death::point("attached");
         Ok(Accepted {
             welcome: self.welcome,
             producer: self.producer,

@@ -100,10 +100,19 @@ impl Mismatch {
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // A peer may have written this: no control characters in the log.
-        let (field, found) = (self.field.escape_debug(), self.found.escape_debug());
-        let (expected, remedy) = (self.expected.escape_debug(), self.remedy.escape_debug());
+        let [field, found, expected, remedy] =
+            [&self.field, &self.found, &self.expected, &self.remedy].map(|text| printable(text));
         write!(f, "{field} is {found}, expected {expected}; {remedy}")
     }
+}
+
+/// A text with whatever could change the look of a terminal escaped, and its quotes as they are.
+fn printable(text: &str) -> String {
+    let escape = |c: char| match c {
+        '\'' | '"' => c.to_string(),
+        c => c.escape_debug().to_string(),
+    };
+    text.chars().map(escape).collect()
 }
 
 /// A worker's first message.
@@ -193,6 +202,8 @@ pub enum WorkerSays {
     Failed(Mismatch),
     /// It outlived its producer.
     Surviving(Surviving),
+    /// There is nothing to take over.
+    NothingHeld,
     /// Comes with a parcel: what the worker knows of its device.
     Residency,
     /// It cannot be taken over.

@@ -6,6 +6,7 @@ use kvsluice_layout::ids::{Incarnation, ProcessEpoch};
 
 use super::porch::{Guest, Limits, Next, Porch, Turned};
 use super::{Call, Envelope, Mismatch, PROTOCOL, ProducerSays, Surviving, WorkerSays};
+use crate::death;
 use crate::link::{Link, LinkError, Listener, Received};
 use crate::liveness::Proof;
 use crate::names::Role;
@@ -26,11 +27,12 @@ pub struct Holdings<'a> {
 
 /// What a worker decides when a new producer calls.
 pub trait SurvivorState {
-    /// What the worker holds. The caller has `producer.lock`, so the old producer is gone or is going.
+    /// What the worker holds; `None` where it waits to attach, or is the caller's own by now. The caller has
+    /// `producer.lock`, so the old producer is gone or is going.
     ///
     /// # Errors
-    /// What speaks against it (nothing is held yet, the old producer lives), for both sides to read.
-    fn holdings(&mut self, call: &Call) -> Result<Holdings<'_>, Mismatch>;
+    /// What speaks against it (the old producer lives), for both sides to read.
+    fn holdings(&mut self, call: &Call) -> Result<Option<Holdings<'_>>, Mismatch>;
 
     /// What the worker knows of its device now. Asked for when the journal has drained, so that it is the last word.
     fn residency(&mut self) -> Vec<u8>;
@@ -112,9 +114,14 @@ fn answer(
     state: &mut impl SurvivorState,
 ) -> Next<Caller, Verdict> {
     match hand_over(&mut guest, received, dir, layout_hash, state) {
-        Ok(caller) => {
+        Ok(Some(caller)) => {
             guest.known = Some(caller);
             Next::Stay(guest)
+        }
+        Ok(None) => {
+            // It may be gone already.
+            let _ = guest.link.send(&WorkerSays::NothingHeld, &[]);
+            Next::Go(None)
         }
         Err(mismatch) => {
             tracing::warn!(%mismatch, "a takeover is refused");
@@ -131,7 +138,7 @@ fn hand_over(
     dir: &ChannelDir,
     layout_hash: u64,
     state: &mut impl SurvivorState,
-) -> Result<Caller, Mismatch> {
+) -> Result<Option<Caller>, Mismatch> {
     const SAME_BUILD: &str = "run the same kvsluice release on both sides";
     match received.read::<Envelope>() {
         Ok(Envelope { protocol }) if protocol.major != PROTOCOL.major => return Err(Mismatch::protocol(protocol)),
@@ -146,13 +153,16 @@ fn hand_over(
     }
     // X25: only the holder of producer.lock is a producer.
     let proof = Proof::of(&mut guest.peer, dir, Role::Producer, call.producer_epoch)?;
-    let holdings = state.holdings(&call)?;
+    let Some(holdings) = state.holdings(&call)? else {
+        return Ok(None);
+    };
     let descriptors = [holdings.control, holdings.pool, holdings.rank];
     let sent = guest
         .link
         .send(&WorkerSays::Surviving(holdings.surviving), &descriptors);
     sent.map_err(|error| Mismatch::new("answer", error, "one that can be sent", "see the message"))?;
-    Ok(Caller { call, proof })
+    death::point("handed-over");
+    Ok(Some(Caller { call, proof }))
 }
 
 fn conclude(guest: Guest<Caller>, received: &Received, state: &mut impl SurvivorState) -> Next<Caller, Verdict> {

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use kvsluice_layout::ids::{ChannelId, Incarnation, ProcessEpoch, Rank};
 
 use super::{Call, Mismatch, ProducerSays, Surviving, WorkerSays};
+use crate::death;
 use crate::link::{Link, LinkError, Received};
 use crate::liveness::Proof;
 use crate::lock::{Holder, LockWatch, RoleLock};
@@ -45,13 +46,12 @@ impl Survived {
     /// # Errors
     /// [`LinkError`] where it is gone meanwhile.
     pub fn adopt(&self, incarnation: Incarnation, producer_epoch: ProcessEpoch) -> Result<(), LinkError> {
-        self.link.send(
-            &ProducerSays::Adopt {
-                incarnation,
-                producer_epoch,
-            },
-            &[],
-        )
+        let adopt = ProducerSays::Adopt {
+            incarnation,
+            producer_epoch,
+        };
+        death::point("adopting");
+        self.link.send(&adopt, &[])
     }
 
     /// Asks what the worker knows of its device. Ask once the journal has drained; [`reported`](Self::reported) has the
@@ -210,7 +210,7 @@ impl Takeover {
         match link.try_receive() {
             Ok(None) => return Some(State::Waiting(link)),
             Ok(Some(received)) => match self.answer(rank, link, received) {
-                Ok(survived) => self.reunion.survived.push(survived),
+                Ok(survived) => self.reunion.survived.extend(survived),
                 Err(mismatch) => self.reunion.unusable.push((rank, mismatch)),
             },
             Err(LinkError::HungUp) => self.give_up(rank),
@@ -222,10 +222,11 @@ impl Takeover {
         None
     }
 
-    fn answer(&self, rank: Rank, link: Link, received: Received) -> Result<Survived, Mismatch> {
+    fn answer(&self, rank: Rank, link: Link, received: Received) -> Result<Option<Survived>, Mismatch> {
         const EXPEL: &str = "expel that worker and start it again";
         let surviving = match received.read() {
             Ok(WorkerSays::Surviving(surviving)) => surviving,
+            Ok(WorkerSays::NothingHeld) => return Ok(None),
             Ok(WorkerSays::Refused(mismatch)) => return Err(mismatch),
             Ok(_) => return Err(Mismatch::new("answer", "something else", "surviving", EXPEL)),
             Err(error) => return Err(Mismatch::new("answer", error, "surviving", EXPEL)),
@@ -249,14 +250,14 @@ impl Takeover {
         let Ok([control, pool, own]) = <[OwnedFd; 3]>::try_from(received.descriptors) else {
             return Err(Mismatch::new("descriptors", found, 3, EXPEL));
         };
-        Ok(Survived {
+        Ok(Some(Survived {
             surviving,
             proof,
             control,
             pool,
             rank: own,
             link,
-        })
+        }))
     }
 
     /// A worker that gave no answer: if its lock is held, it lives.

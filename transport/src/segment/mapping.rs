@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
 
+use crate::death;
 use crate::shared::{Shared, SharedMut};
 
 /// A segment mapped for reading. Clones share one mapping, which is unmapped with the last of them.
@@ -214,11 +215,13 @@ impl Shared for MappingMut {
 impl SharedMut for MappingMut {
     #[inline]
     fn store(&self, at: usize, word: u64) {
+        death::store();
         self.segment.atomic(at).store(word, Ordering::Relaxed);
     }
 
     #[inline]
     fn store_release(&self, at: usize, word: u64) {
+        death::store();
         // pairs with: Shared::load_acquire of the same word.
         self.segment.atomic(at).store(word, Ordering::Release);
     }
@@ -239,6 +242,7 @@ impl SharedMut for MappingMut {
 
     #[inline]
     fn store_u32(&self, at: usize, word: u32) {
+        death::store();
         self.segment.atomic_u32(at).store(word, Ordering::Relaxed);
     }
 
@@ -246,6 +250,7 @@ impl SharedMut for MappingMut {
         assert!(at.is_multiple_of(8), "words at {at}");
         let into = self.segment.range(at, size_of_val(words)).cast::<AtomicU64>();
         for (i, word) in words.iter().enumerate() {
+            death::store();
             // SAFETY: word i lies in the range checked above and is aligned; as in `Mapping::atomic`.
             unsafe { &*into.add(i) }.store(*word, Ordering::Relaxed);
         }
@@ -253,9 +258,15 @@ impl SharedMut for MappingMut {
 
     fn bytes_in(&self, at: usize, bytes: &[u8]) {
         let into = self.segment.range(at, bytes.len());
-        // SAFETY: the range lies in the mapping, which is writable, and cannot overlap a private slice. No process
-        // reads it meanwhile by the trait's contract; one that does can only confuse itself.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), into, bytes.len()) }
+        for piece in death::pieces(bytes.len()) {
+            death::store();
+            // SAFETY: the pieces lie in both ranges. That of the mapping is writable and cannot overlap a private slice.
+            // No process reads it meanwhile by the trait's contract; one that does can only confuse itself.
+            unsafe {
+                let from = bytes.as_ptr().add(piece.start);
+                std::ptr::copy_nonoverlapping(from, into.add(piece.start), piece.len());
+            }
+        }
     }
 }
 
