@@ -137,6 +137,10 @@ mod tests {
         }
         b.insert(LogicalBlock(64));
         c.insert(LogicalBlock(65));
+        assert_eq!(
+            (a.difference_len(&b), b.difference_len(&a), c.difference_len(&a)),
+            (4, 0, 1)
+        );
         let mut out = Vec::new();
         a.append_to(&mut out);
         assert_eq!(out, [0, 63, 64, 128, 199].map(LogicalBlock));

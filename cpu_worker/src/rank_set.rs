@@ -59,5 +59,6 @@ mod tests {
             set.clear();
             assert_eq!(set.count(), 0);
         }
+        assert_eq!(set.words.len(), 4, "a bit per rank");
     }
 }

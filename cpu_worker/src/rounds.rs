@@ -29,6 +29,7 @@ use std::sync::Arc;
 use kvsluice_layout::ids::{GroupId, PoolGeneration, Position, RequestEpoch};
 use kvsluice_layout::plan::PlanDraft;
 use kvsluice_layout::planes::GeometryMap;
+use kvsluice_layout::planted::planted;
 use kvsluice_layout::record::Terminal;
 use kvsluice_layout::refusal::reason;
 use kvsluice_transport::clock::Clock;
@@ -238,6 +239,10 @@ where
         while let Some(completion) = self.hands.producer.next_completion() {
             worked = true;
             self.complete(&completion)?;
+        }
+        // X24: a rank may be lost, and replaced, while nothing is in flight that would tell, and nothing is to be published.
+        if self.hands.producer.closed().is_some() && !planted("x24_a_quiet_loss_is_missed") {
+            self.interrupt();
         }
         match self.mode {
             Mode::Interrupted => worked |= self.begin_reset(),

@@ -172,6 +172,7 @@ mod tests {
             (Some(LogicalBlock(7)), PhysicalBlock(19))
         );
         assert_eq!((good.layer(), good.group()), (DecoderLayer(2), GroupId(1)));
+        assert_eq!(good.valid(), BlockCount(3));
         assert_eq!(
             table(&[4, 5, 7], &[30, 31, 19], 2).unwrap().named(),
             [30, 31].map(PhysicalBlock)

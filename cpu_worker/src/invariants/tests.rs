@@ -5,6 +5,7 @@ use core::num::NonZeroU32;
 use kvsluice_layout::ids::{
     BlockCount, DecoderLayer, LogicalBlock, OperationId, PoolGeneration, Rank, RequestEpoch, ResidentSlot,
 };
+use kvsluice_layout::planted::with_planted;
 
 use super::*;
 use crate::ledger::{Ack, Acked, Ledger, Operation, Pending, Submission, Submitted};
@@ -240,6 +241,25 @@ fn i5_a_block_is_free_or_owned_with_exactly_its_references() {
         more.push((GROUP, PhysicalBlock(block), kind));
         assert_eq!(check(&more), Some("I5"), "block {block} {kind:?}");
     }
+}
+
+#[test]
+fn i5_a_block_that_is_free_twice_is_found() {
+    let mut bench = bench();
+    let upload = bench.stage(1, &[40]);
+    bench.commit(&upload);
+    let owner = bench.owners.of(GROUP).unwrap();
+    owner.acquire(PhysicalBlock(0), Reference::Prefix).unwrap();
+    with_planted("owner_frees_shared", || {
+        for kind in [Reference::Layer, Reference::Prefix] {
+            assert_eq!(owner.release(PhysicalBlock(0), kind), Ok(true));
+        }
+    });
+    let broken = check_references(&bench.owners, []).unwrap_err();
+    assert_eq!(
+        broken.to_string(),
+        format!("I5 is broken: {:?} of {GROUP:?} is free twice", PhysicalBlock(0))
+    );
 }
 
 #[test]

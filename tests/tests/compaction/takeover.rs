@@ -2,15 +2,16 @@
 
 use kvsluice_cpu_worker::rounds::WorkloadOptions;
 use kvsluice_cpu_worker::store::HostStore;
+use kvsluice_gpu_worker::device::adversary::Adversary;
 use kvsluice_gpu_worker::worker::Step;
 use kvsluice_layout::export::ResidencyExport;
-use kvsluice_layout::ids::{BlockCount, DecoderLayer, GroupId, ProcessEpoch, SourceBlock};
+use kvsluice_layout::ids::{BlockCount, DecoderLayer, GroupId, ProcessEpoch, Rank, SourceBlock};
 use kvsluice_layout::lease::LeaseTable;
 use kvsluice_transport::producer::Producer;
 use kvsluice_transport::shared::{Shared, SharedMut};
 
 use crate::every_store::found;
-use crate::rig::{Own, Rig, few, goes_red, sample};
+use crate::rig::{Own, RankEnd, Rig, few, goes_red, sample};
 
 const SUCCESSOR: ProcessEpoch = ProcessEpoch(0xCAFE);
 
@@ -135,4 +136,43 @@ fn x33_a_report_that_no_producer_can_have_brought_about_is_not_adopted_and_harms
             "{what}"
         );
     }
+}
+
+#[test]
+fn x24_a_rank_that_is_lost_while_nothing_is_in_flight_is_reset_when_it_is_back() {
+    let run = || {
+        let options = WorkloadOptions {
+            budget: BlockCount(6),
+            ..few(6, 6)
+        };
+        let mut rig = Rig::late(&sample(2, 48, 64), options);
+        // No request has a table yet: each wants an upload next.
+        rig.step_until("the first Reset", |rig| rig.rounds.tally().resets == 1);
+        let (mut rounds, reports) = found(&mut rig, options, SUCCESSOR);
+        // While the ranks still register, no record can be made that would be refused.
+        let pin = |rig: &Rig, bytes| rig.ranks.iter().for_each(|end| end.worker.port().set_pinned(bytes));
+        pin(&rig, 0);
+        assert!(rounds.adopt(&reports[0]).unwrap().is_some());
+        drop(rig.ranks.remove(1));
+        let producer = rounds.producer_mut();
+        producer.lose(Rank(1));
+        let end = RankEnd::join(&rig.memory, producer, Rank(1), Adversary::late(6));
+        rig.ranks.push(end);
+        rig.rounds = rounds;
+        rig.observer.accept_producer(SUCCESSOR);
+        rig.ranks
+            .iter_mut()
+            .for_each(|end| end.worker.port_mut().accept_producer(SUCCESSOR));
+        for _ in 0..10_000 {
+            rig.step();
+        }
+        assert_eq!(rig.rounds.tally().resets, 1);
+        pin(&rig, rig.memory.map.pool_bytes());
+        rig.finish();
+    };
+    run();
+    assert!(
+        goes_red("x24_a_quiet_loss_is_missed", run),
+        "the planted fault is not seen"
+    );
 }
