@@ -26,8 +26,13 @@ seeds() {
     lines)
         domain=0
         for name in validate select plan retain ledger; do
-            # A line with its answer is a line too: a field of it is a nested question.
-            split -l 1 --filter="{ printf '\\00$domain'; cat; } >$2/\$FILE" "cpu_worker/vectors/$name.jsonl" "$name-"
+            number=0
+            # Of each vector its questions, one a line.
+            while IFS= read -r vector; do
+                questions=$(printf '%s\n' "$vector" | sed 's/"in": /\n/g' | sed -n 's/, "out":.*//p')
+                printf "\\00$domain%s" "$questions" >"$2/$name-$number"
+                number=$((number + 1))
+            done <"cpu_worker/vectors/$name.jsonl"
             domain=$((domain + 1))
         done
         ;;
