@@ -11,6 +11,7 @@ use serde_json::json;
 
 use crate::exit::{Exit, usage};
 use crate::options::{ChannelArgs, DeviceArgs, DeviceKind, GeometryArgs, SegmentArgs};
+use crate::print::print;
 
 /// Options of `doctor`: those of the run that is planned.
 #[derive(Args, Debug)]
@@ -58,12 +59,17 @@ pub(crate) fn doctor(args: &DoctorArgs) -> anyhow::Result<Exit> {
                 })
             })
             .collect();
-        println!("{}", json!({ "findings": findings }));
+        print(json!({ "findings": findings }))?;
     } else {
         for found in &findings {
-            println!("{:8} {}: {}", found.health.to_string(), found.subject, found.found);
+            print(format_args!(
+                "{:8} {}: {}",
+                found.health.to_string(),
+                found.subject,
+                found.found
+            ))?;
             if !found.remedy.is_empty() {
-                println!("         {}", found.remedy);
+                print(format_args!("         {}", found.remedy))?;
             }
         }
     }

@@ -7,6 +7,7 @@ use kvsluice_transport::inspect::{InspectError, Target, inspect as look};
 use kvsluice_transport::runtime_dir::RuntimeDir;
 
 use crate::exit::{Exit, usage};
+use crate::print::print;
 
 /// Options of `inspect`.
 #[derive(Args, Debug)]
@@ -36,9 +37,9 @@ pub(crate) fn inspect(args: &InspectArgs) -> anyhow::Result<Exit> {
         error => error.into(),
     })?;
     if args.json {
-        println!("{}", serde_json::to_string(&found)?);
+        print(serde_json::to_string(&found)?)?;
     } else {
-        print!("{found}");
+        print(found.to_string().trim_end())?;
     }
     Ok(Exit::Good)
 }

@@ -17,6 +17,7 @@ mod forward;
 mod gpu_worker;
 mod inspect;
 mod options;
+mod print;
 mod progress;
 mod report;
 mod run;

@@ -9,6 +9,7 @@ use crate::exit::Exit;
 use crate::options::{
     ChannelArgs, DeviceArgs, GeometryArgs, PatienceArgs, SegmentArgs, VerifyArgs, WorkloadArgs, channel_name,
 };
+use crate::print::print;
 use crate::report::{Pids, Report};
 use crate::supervisor::{Ending, Supervisor};
 
@@ -73,9 +74,9 @@ fn report(ending: Ending, args: &RunArgs) -> anyhow::Result<Exit> {
         eprintln!("kvsluice: {fault}");
     }
     if args.json {
-        println!("{}", serde_json::to_string(&report)?);
+        print(serde_json::to_string(&report)?)?;
     } else {
-        println!("{report}");
+        print(&report)?;
     }
     Ok(ending
         .exit

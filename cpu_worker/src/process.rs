@@ -181,6 +181,11 @@ impl<'a> Process<'a> {
             Some(report) => rounds.adopt(&report)?,
             None => None,
         };
+        if recovered && adopted.is_none() {
+            tracing::info!(
+                "what the devices hold is not adopted: a rank is missing, ranks differ, or it is not of these requests"
+            );
+        }
         let waiter = Waiter::new(Futexes, Idle::default());
         let bell = waiter.bell().clone();
         let watcher = Watcher::start(Arc::new(move || bell.ring())).map_err(system("start the watcher"))?;

@@ -17,6 +17,7 @@ use kvsluice_transport::names::ChannelName;
 use crate::clean;
 use crate::exit::Exit;
 use crate::options::{ChannelArgs, DeviceArgs, GeometryArgs, SegmentArgs, VerifyArgs, WorkloadArgs};
+use crate::print::print;
 use arena::Arena;
 pub(crate) use arena::Plan;
 pub(crate) use tally::{Recovery, Tally};
@@ -85,9 +86,9 @@ pub(crate) fn chaos(args: &ChaosArgs, matches: &ArgMatches) -> anyhow::Result<Ex
         eprintln!("kvsluice: {fault}");
     }
     if args.json {
-        println!("{}", serde_json::to_string(&tally.report())?);
+        print(serde_json::to_string(&tally.report())?)?;
     } else {
-        println!("{tally}");
+        print(&tally)?;
     }
     Ok(if tally.faults().is_empty() {
         Exit::Good

@@ -97,3 +97,14 @@ fn x21_every_segment_mode_plays_the_trace_and_leaves_nothing() {
     let named: Vec<_> = fs::read_dir(shm.path()).unwrap().collect();
     assert!(named.is_empty(), "{named:?}");
 }
+
+#[test]
+fn a_reader_of_the_output_that_has_seen_enough_is_no_error() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = std::process::Command::new(crate::BINARY);
+    let ended = command.arg("doctor").stdout(writer).output().unwrap();
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert!(!said.contains("panicked"), "{said}");
+    assert!(ended.status.code().is_some_and(|code| code <= 1), "{:?}", ended.status);
+}
