@@ -13,6 +13,7 @@ pub(crate) struct Worked {
     pub(crate) device: String,
     pub(crate) bytes_h2d: u64,
     pub(crate) verified_bytes: u64,
+    pub(crate) verified_table_bytes: u64,
     pub(crate) mismatched_bytes: u64,
 }
 
@@ -29,6 +30,7 @@ pub(crate) struct Report {
     #[serde(flatten)]
     produced: Summary,
     verified_bytes: u64,
+    verified_table_bytes: u64,
     mismatched_bytes: u64,
     ranks: usize,
     device: String,
@@ -44,6 +46,7 @@ impl Report {
         let gib = produced.bytes_h2d as f64 / f64::from(1 << 30);
         Self {
             verified_bytes: workers.iter().map(|worker| worker.verified_bytes).sum(),
+            verified_table_bytes: workers.iter().map(|worker| worker.verified_table_bytes).sum(),
             mismatched_bytes: workers.iter().map(|worker| worker.mismatched_bytes).sum(),
             ranks: workers.len(),
             device: workers.first().map(|worker| worker.device.clone()).unwrap_or_default(),
@@ -107,8 +110,9 @@ impl fmt::Display for Report {
         )?;
         writeln!(
             f,
-            "verified    {}, {} bytes wrong, {} blocks leaked",
+            "verified    {}, and {} through the tables, {} bytes wrong, {} blocks leaked",
             indicatif::BinaryBytes(self.verified_bytes),
+            indicatif::BinaryBytes(self.verified_table_bytes),
             self.mismatched_bytes,
             self.produced.leaked_blocks
         )?;

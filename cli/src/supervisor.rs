@@ -171,6 +171,7 @@ impl<'a> Supervisor<'a> {
             WorkerEvent::Summary {
                 bytes_h2d,
                 verified_bytes,
+                verified_table_bytes,
                 mismatched_bytes,
                 ..
             } => {
@@ -181,6 +182,7 @@ impl<'a> Supervisor<'a> {
                         device,
                         bytes_h2d,
                         verified_bytes,
+                        verified_table_bytes,
                         mismatched_bytes,
                     },
                 );

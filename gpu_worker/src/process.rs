@@ -1,5 +1,6 @@
 //! The worker process: attach, open the device, run the core, wait, and outlive its producer (X20, X23, X25).
 
+mod audit;
 mod error;
 mod event;
 mod join;
@@ -38,12 +39,13 @@ use kvsluice_transport::watcher::{DoorWatch, PeerWatch, Watcher};
 
 use crate::device::Device;
 use crate::device::host::HostDevice;
-use crate::worker::{Step, Worker, WorkerCounts};
+use crate::worker::{Step, Verify, Worker, WorkerCounts};
 
 pub use error::ProcessError;
 pub use event::Event;
 pub use options::WorkerOptions;
 
+use audit::Audit;
 use join::{fit, join, open_device, seat, source_kinds};
 
 /// Patience between two looks at the stop flag while idle.
@@ -103,6 +105,7 @@ pub fn run_worker(
         bytes_d2d: counts.bytes_d2d,
         fragments: counts.fragments,
         verified_bytes: counts.verified_bytes,
+        verified_table_bytes: counts.verified_table_bytes,
         mismatched_bytes: counts.mismatched_bytes,
         repeated: counts.repeated,
     });
@@ -164,8 +167,10 @@ fn serve(
         port.refuse_copy_sources();
     }
     let device = opened.device.name().to_owned();
+    let audit = (options.verify == Verify::Full).then(|| Audit::new(opened.device.engine(), map.clone(), options.rank));
     let worker = Worker::new(port, map, opened.device, opened.spec);
     let mut process = Process::new(worker, pool, segment, survivor, accepted, clock, options.rank)?;
+    process.audit = audit;
     tell(Event::Ready {
         pid: std::process::id(),
         rank: options.rank.0,
@@ -173,7 +178,7 @@ fn serve(
     });
     let ended = process.run(stop, tell);
     process.tell_progress(tell);
-    total.add(&process.worker.counts());
+    total.add(&process.counts());
     ended
 }
 
@@ -184,6 +189,8 @@ struct Process {
     _pool: Mapping,
     segment: MappingMut,
     control: Mapping,
+    /// Looks through the device's tables, where everything is verified.
+    audit: Option<Audit>,
     door: Door,
     survivor: Survivor,
     knocks: DoorWatch,
@@ -281,6 +288,7 @@ impl Process {
             worker,
             _pool: pool,
             segment,
+            audit: None,
             door,
             survivor,
             knocks,
@@ -312,12 +320,20 @@ impl Process {
                 );
             }
             let step = step?;
-            if step != Step::Running && self.worker.open_operations() == 0 && stop.load(Ordering::Relaxed) {
+            let audited = match &mut self.audit {
+                Some(audit) if !self.worker.is_resetting() => {
+                    audit.look(self.worker.tables());
+                    audit.is_idle()
+                }
+                _ => true,
+            };
+            let is_quiet = step != Step::Running && self.worker.open_operations() == 0 && audited;
+            if is_quiet && stop.load(Ordering::Relaxed) {
                 self.notice_death(tell); // a supervisor's stop may overtake the watcher
                 return Ok(());
             }
             let now_ns = self.clock.now_ns();
-            let counts = self.worker.counts();
+            let counts = self.counts();
             // A fault is told at once: this process may be killed before the next time.
             let faulty = std::mem::replace(&mut faults, (counts.mismatched_bytes, counts.repeated)) != faults;
             if faulty || now_ns.saturating_sub(told_ns) > PROGRESS.as_nanos() as u64 {
@@ -337,8 +353,17 @@ impl Process {
         }
     }
 
+    /// What the worker counted, and what the looks through its tables found.
+    fn counts(&self) -> WorkerCounts {
+        let mut counts = self.worker.counts();
+        let (verified, mismatched) = self.audit.as_ref().map_or((0, 0), Audit::found);
+        counts.verified_table_bytes += verified;
+        counts.mismatched_bytes += mismatched;
+        counts
+    }
+
     fn tell_progress(&self, tell: &mut dyn FnMut(Event)) {
-        let counts = self.worker.counts();
+        let counts = self.counts();
         tell(Event::Progress {
             rank: self.door.surviving.rank.0,
             verified_bytes: counts.verified_bytes,

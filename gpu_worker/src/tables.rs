@@ -266,6 +266,11 @@ impl<'a> RequestView<'a> {
         self.entry.slot
     }
 
+    /// Whether an operation is about to change it: the device may hold the next table already.
+    pub const fn is_changing(&self) -> bool {
+        self.entry.staged
+    }
+
     /// Physical blocks of `group` that belong to the request, ascending. Empty for a group that the geometry lacks.
     pub fn owned(&self, group: GroupId) -> &'a [u32] {
         self.state.groups.get(group.index()).map_or(&[], |group| &group.owned)
@@ -528,6 +533,10 @@ fn image(state: &State, shape: &Shape, out: &mut Vec<u32>) {
         if let Some(table) = state.table(group, layer) {
             out.extend([table.valid_tokens, table.blocks.len() as u32]);
             out.extend(&table.blocks);
+            if planted("d10_image_in_another_order") {
+                let ids = out.len() - table.blocks.len();
+                out.get_mut(ids..).into_iter().for_each(<[u32]>::reverse);
+            }
         }
         out.resize(end, TABLE_POISON); // field bug 34
     }

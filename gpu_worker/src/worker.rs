@@ -60,6 +60,8 @@ pub struct WorkerCounts {
     pub fragments: u64,
     /// Bytes compared with what the plan says they are.
     pub verified_bytes: u64,
+    /// Bytes compared in the blocks that the device's tables name, as attention reads them.
+    pub verified_table_bytes: u64,
     /// Bytes that were something else.
     pub mismatched_bytes: u64,
     /// Records that were read at or below the position of an earlier one (X12): 0.
@@ -79,6 +81,7 @@ impl WorkerCounts {
             (&mut self.bytes_d2d, other.bytes_d2d),
             (&mut self.fragments, other.fragments),
             (&mut self.verified_bytes, other.verified_bytes),
+            (&mut self.verified_table_bytes, other.verified_table_bytes),
             (&mut self.mismatched_bytes, other.mismatched_bytes),
             (&mut self.repeated, other.repeated),
         ];
@@ -195,6 +198,11 @@ impl<C: Shared, R: SharedMut, D: Device> Worker<C, R, D> {
     /// The tables of all requests: what a takeover exports.
     pub fn tables(&self) -> &TableStore {
         &self.hands.tables
+    }
+
+    /// Whether a Reset is open: the device's tables may be emptied already.
+    pub fn is_resetting(&self) -> bool {
+        self.barrier
     }
 
     /// The device, for an engine's compute queue.

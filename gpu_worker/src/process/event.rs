@@ -63,8 +63,11 @@ pub enum Event {
         bytes_d2d: u64,
         /// Fragments submitted.
         fragments: u64,
-        /// Bytes compared.
+        /// Bytes compared where an operation put them.
         verified_bytes: u64,
+        /// Bytes compared in the blocks that the device's tables name, as attention reads them.
+        #[serde(default)]
+        verified_table_bytes: u64,
         /// Bytes that were something else.
         mismatched_bytes: u64,
         /// Records that were read a second time (X12): 0.

@@ -24,6 +24,7 @@ fn is_good(ended: &Ended, ranks: u64) {
         ended.report
     );
     assert!(ended.number("/bytes_h2d") > 0);
+    assert!(ended.number("/verified_table_bytes") > 0);
     assert!(ended.number("/completions/done") > 0);
     assert_eq!(
         ended.number("/completions/failed") + ended.number("/completions/rejected"),
@@ -167,4 +168,20 @@ fn the_real_conversation_trace_is_played_where_it_is_at_hand() {
         return;
     };
     is_good(&run(&["--requests", "100", "--trace", trace.to_str().unwrap()], ""), 2);
+}
+
+#[test]
+fn r67_bytes_are_verified_through_the_devices_tables_after_every_change_of_one() {
+    for args in [
+        &["--retain=auto"][..],
+        &["--retain=byte-move"],
+        &["--preset", "sample-hybrid"],
+    ] {
+        let args = [args, &["--requests=40"]].concat();
+        is_good(&run(&args, ""), if args.len() > 2 { 4 } else { 2 });
+    }
+    // The bytes of every operation are where it put them, and attention reads them in another order.
+    let ended = run(&["--requests=20"], "d10_image_in_another_order");
+    assert_eq!(ended.code, Some(1), "{}", ended.log);
+    assert!(ended.number("/mismatched_bytes") > 0);
 }
