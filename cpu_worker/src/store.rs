@@ -357,7 +357,9 @@ impl<C: SharedMut, P: SharedMut> HostStore<C, P> {
         let (Some(frame), Some(at)) = (frames.get_mut(block.index()), region.directory_at(group, block)) else {
             return;
         };
-        if !planted("x25a_stays_valid") {
+        if planted("x25a_valid_first") {
+            frame.entry.publish(control, at, tag.0, 0);
+        } else {
             frame.entry.invalidate(control, at);
         }
         death::point("fill-invalid");

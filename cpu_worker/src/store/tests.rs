@@ -367,7 +367,7 @@ fn x25a_a_refill_that_dies_at_any_store_leaves_no_valid_entry_with_other_bytes()
     };
     assert_eq!(run(), 0);
     assert_ne!(
-        with_planted("x25a_stays_valid", run),
+        with_planted("x25a_valid_first", run),
         0,
         "the planted fault is not seen"
     );

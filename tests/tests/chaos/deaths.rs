@@ -8,6 +8,9 @@ use crate::arena::{Ended, chaos};
 /// Deaths of one side; the environment asks for more.
 const DEATHS: u64 = 12;
 
+/// Runs within which a planted fault must be found.
+const ATTEMPTS: usize = 3;
+
 fn asked(name: &str, default: u64) -> u64 {
     let asked = std::env::var(name).ok().and_then(|asked| asked.parse().ok());
     let value = asked.unwrap_or(default);
@@ -30,9 +33,8 @@ fn sample(role: &str) -> (String, u64) {
 
 fn die(orders: &str, args: &[&str], planted: &str) -> Ended {
     println!("KVSLUICE_DIE_AT={orders:?} KVSLUICE_PLANTED={planted:?}");
-    // It ends with its last order; this is for one that nobody comes to.
-    let seconds = format!("--seconds={}", 30 + 2 * orders.split_whitespace().count());
-    let fixed = [seconds.as_str(), "--ranks=2"];
+    // It ends with its last order; the time is for one that nobody comes to, on a machine as loaded as it may be.
+    let fixed = ["--seconds=600", "--ranks=2"];
     let ended = chaos(&[&fixed[..], args].concat(), orders, planted);
     println!("{}", ended.report);
     ended
@@ -68,15 +70,18 @@ fn x25a_a_death_in_the_middle_of_a_fill_a_takeover_or_an_attach_leaves_no_wrong_
 
 #[test]
 fn x25_to_x25a_deaths_within_find_each_planted_fault_that_they_are_for() {
-    let fills = "producer@fill-bytes:5 ".to_owned() + &"producer@fill-bytes:60 ".repeat(4);
+    let fills = "producer@fill-invalid:5 ".to_owned() + &"producer@fill-invalid:60 ".repeat(4);
     let cases: [(&str, String, &[&str]); 3] = [
-        // An entry that stays valid while its frame is filled again, and a checksum that would have told.
-        ("x25a_stays_valid,x25a_checksum_unread", fills, &["--source-blocks=64"]),
+        // An entry that is valid before its frame is filled, and a checksum that would have told. The next producer plays
+        // the same round again and asks for that block first.
+        ("x25a_valid_first,x25a_checksum_unread", fills, &["--source-blocks=64"]),
         // A record that can be read before it is whole; a terminal likewise.
         ("x10_commit_early", sample("producer").0, &[]),
         ("x12_commit_first", sample("rank-0").0, &[]),
     ];
     for (fault, orders, args) in cases {
-        assert!(!die(&orders, args, fault).is_sound(), "{fault} was not found");
+        // Where a process is when the death comes is the scheduler's to say.
+        let found = (0..ATTEMPTS).any(|_| !die(&orders, args, fault).is_sound());
+        assert!(found, "{fault} was not found");
     }
 }

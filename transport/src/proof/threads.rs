@@ -81,12 +81,17 @@ fn x13_x14_blocks_without_atomics_pass_between_threads_by_the_protocol_alone() {
     std::thread::scope(|scope| {
         for (port, device) in bench.ports.into_iter().zip(&devices) {
             let (host, stop) = (&host, &stop);
-            scope.spawn(move || work(port, host, device, stop));
+            scope.spawn(move || {
+                // A rank that fails ends the producer too, which would wait for its answers.
+                let _stop = StopAtEnd(stop);
+                work(port, host, device, stop);
+            });
         }
         let _stop = StopAtEnd(&stop);
         let mut running = HashMap::new();
         let (mut published, mut done, mut next) = (0, 0, 0);
         while done < ROUNDS {
+            assert!(!stop.load(Ordering::Relaxed), "a rank has failed");
             next = next % (BLOCKS as u32 - 1) + 1;
             let leases = producer.leases();
             let free = leases.source_leases(GroupId(0), SourceBlock(next)) == 0
