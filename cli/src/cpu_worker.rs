@@ -41,6 +41,7 @@ pub(crate) struct CpuWorkerArgs {
 pub(crate) fn cpu_worker(args: &CpuWorkerArgs) -> anyhow::Result<Exit> {
     let side = Side::new(&args.side)?;
     let geometry = args.geometry.geometry()?;
+    let workload = args.workload.options(args.verify.verify, &geometry)?;
     let options = ProducerOptions {
         runtime_dir: args.place.runtime_dir.clone(),
         ring_bytes: args.segments.ring_bytes,
@@ -53,7 +54,7 @@ pub(crate) fn cpu_worker(args: &CpuWorkerArgs) -> anyhow::Result<Exit> {
             OnRankLost::Fail
         },
         trace: args.workload.trace.clone(),
-        workload: args.workload.options(args.verify.verify),
+        workload,
         rounds_log: args.workload.rounds_log.clone(),
         ..ProducerOptions::new(args.channel.as_str(), geometry)
     };
@@ -78,12 +79,15 @@ fn tell(event: &Event) -> Option<String> {
             warm_blocks,
             adopted,
             resumed_requests,
+            begun_again_requests,
             ..
         } => Some(format!(
             "took the channel over as incarnation {incarnation}: workers {ranks:?} live, {in_flight} records in flight, \
              {warm_blocks} blocks warm, {}",
             match adopted {
-                true => format!("{resumed_requests} requests go on with what the devices hold"),
+                true => format!(
+                    "{resumed_requests} requests go on with what the devices hold, {begun_again_requests} begin again"
+                ),
                 false => "the device pools are reset".to_owned(),
             }
         )),

@@ -172,9 +172,9 @@ pub(crate) struct WorkloadArgs {
 }
 
 impl WorkloadArgs {
-    /// The workload that the options describe.
-    pub(crate) fn options(&self, verify: Verify) -> WorkloadOptions {
-        WorkloadOptions {
+    /// The workload that the options describe, which a producer of `geometry` can play.
+    pub(crate) fn options(&self, verify: Verify, geometry: &Geometry) -> anyhow::Result<WorkloadOptions> {
+        let options = WorkloadOptions {
             seed: self.seed,
             requests: self.requests,
             concurrency: self.concurrency,
@@ -192,7 +192,9 @@ impl WorkloadArgs {
             retry_rate: self.retry_rate,
             attempts: self.attempts,
             tags: verify != Verify::Off,
-        }
+        };
+        options.check(geometry).map_err(usage)?;
+        Ok(options)
     }
 }
 
@@ -320,6 +322,10 @@ mod tests {
         let matches = cli.try_get_matches_from_mut(["kvsluice", "run"]).unwrap();
         let run = matches.subcommand_matches("run").unwrap();
         let workload = WorkloadArgs::from_arg_matches(run).unwrap();
-        assert_eq!(workload.options(Verify::Full), WorkloadOptions::default());
+        let geometry = presets::preset("sample").unwrap();
+        assert_eq!(
+            workload.options(Verify::Full, &geometry).unwrap(),
+            WorkloadOptions::default()
+        );
     }
 }

@@ -47,7 +47,9 @@ pub(crate) struct RunArgs {
 
 /// Runs the pair and prints what came of it.
 pub(crate) fn run(args: &RunArgs, matches: &ArgMatches) -> anyhow::Result<Exit> {
+    // Before any process is started, so that what cannot be used is said once.
     let geometry = args.geometry.geometry()?;
+    args.workload.options(args.verify.verify, &geometry)?;
     let channel = match &args.channel {
         Some(name) => name.clone(),
         None => ChannelName::new(&format!("run-{}", std::process::id()))?,

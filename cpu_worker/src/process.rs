@@ -177,14 +177,12 @@ impl<'a> Process<'a> {
         if log.is_some() {
             rounds.keep_log();
         }
-        let adopted = match report {
-            Some(report) => rounds.adopt(&report)?,
+        let adopted = match &report {
+            Some(report) => rounds.adopt(report)?,
             None => None,
         };
-        if recovered && adopted.is_none() {
-            tracing::info!(
-                "what the devices hold is not adopted: a rank is missing, ranks differ, or it is not of these requests"
-            );
+        if report.is_some() && adopted.is_none() {
+            tracing::info!("the devices' residency is not adopted: it is not of these requests; the pools are reset");
         }
         let waiter = Waiter::new(Futexes, Idle::default());
         let bell = waiter.bell().clone();
@@ -243,6 +241,7 @@ impl<'a> Process<'a> {
                 tail,
                 adopted: adopted.is_some(),
                 resumed_requests: adopted.map_or(0, |adopted| adopted.resumed),
+                begun_again_requests: adopted.map_or(0, |adopted| adopted.begun_again),
             });
         }
         Ok(process)

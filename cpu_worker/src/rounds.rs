@@ -114,7 +114,7 @@ where
         options: WorkloadOptions,
         clock: Arc<dyn Clock>,
     ) -> Result<Self, RoundsError> {
-        options.check()?;
+        options.check(map.geometry())?;
         let layers = plan_layers(&map, &options)?;
         let ranks = NonZeroU32::new(map.geometry().ranks).unwrap_or(NonZeroU32::MIN);
         let hands = Hands {

@@ -55,6 +55,8 @@ pub enum Event {
         adopted: bool,
         /// Requests that go on with the blocks that they hold.
         resumed_requests: u64,
+        /// Requests that give their blocks back and begin again: what lies in them is not known.
+        begun_again_requests: u64,
     },
     /// Data flows again: the first transfer since the last worker attached or was adopted is Done on every rank.
     Resumed {

@@ -76,7 +76,8 @@ pub(super) fn plan_layers(map: &GeometryMap, options: &WorkloadOptions) -> Resul
     Ok(plans)
 }
 
-fn need(spec: &GroupSpec, group: GroupId, options: &WorkloadOptions) -> Result<Need, OptionsError> {
+/// What a layer of the group wants of every request. An error where the pools are too small for it.
+pub(super) fn need(spec: &GroupSpec, group: GroupId, options: &WorkloadOptions) -> Result<Need, OptionsError> {
     let found = capacity(spec);
     let gather = if options.sources == Sources::Copy {
         spec.gather_blocks

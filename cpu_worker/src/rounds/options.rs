@@ -1,8 +1,11 @@
 //! What a workload is: how requests are played, and how hostile the play is.
 
+use kvsluice_layout::geometry::Geometry;
 use kvsluice_layout::ids::{BlockCount, GroupId};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+
+use super::layers::need;
 
 /// Highest rate of anything that makes an operation start again: a higher one would hardly ever come to an end.
 const RATE_MAX: f64 = 0.9;
@@ -159,7 +162,11 @@ pub enum OptionsError {
 }
 
 impl WorkloadOptions {
-    pub(super) fn check(&self) -> Result<(), OptionsError> {
+    /// Whether a producer of this geometry can play the workload, so that it is said before one is started.
+    ///
+    /// # Errors
+    /// [`OptionsError`]: a number out of its range, or a group's pools too small for one request.
+    pub fn check(&self, geometry: &Geometry) -> Result<(), OptionsError> {
         let range = |name, found: f64, fits: bool, expected| {
             if fits {
                 Ok(())
@@ -182,6 +189,9 @@ impl WorkloadOptions {
             ("retry-rate", self.retry_rate),
         ] {
             range(name, rate, (0.0..=RATE_MAX).contains(&rate), "0 to 0.9")?;
+        }
+        for (number, spec) in (0..).zip(&geometry.groups) {
+            need(spec, GroupId(number), self)?;
         }
         Ok(())
     }

@@ -323,14 +323,7 @@ fn r2_the_rounds_log_has_one_line_for_every_round_and_its_costs_add_up() {
 
 #[test]
 fn r21_r22_r36_options_that_the_pools_cannot_carry_are_refused_with_the_remedy() {
-    let refused = |geometry: &Geometry, options: WorkloadOptions| {
-        let map = GeometryMap::new(geometry).unwrap();
-        options
-            .check()
-            .and_then(|()| plan_layers(&map, &options).map(|_| ()))
-            .unwrap_err()
-            .to_string()
-    };
+    let refused = |geometry: &Geometry, options: WorkloadOptions| options.check(geometry).unwrap_err().to_string();
     let copy = WorkloadOptions {
         sources: Sources::Copy,
         ..WorkloadOptions::default()

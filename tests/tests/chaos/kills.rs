@@ -13,7 +13,10 @@ fn x22_to_x27_kills_of_both_sides_lose_nothing_and_apply_nothing_twice() {
         println!("--kill {kill} {SEED}: {}", ended.report);
         ended.balances();
         let report = &ended.report;
-        assert!(ended.kills() >= kills && report["recoveries"].as_u64() > Some(0), "{report}");
+        assert!(
+            ended.kills() >= kills && report["recoveries"].as_u64() > Some(0),
+            "{report}"
+        );
         let points = report["kills_by_point"].as_object().expect("an object");
         assert_eq!(
             ended.kills(),

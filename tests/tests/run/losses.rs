@@ -82,7 +82,7 @@ fn the_second_ctrl_c_kills() {
 
 #[test]
 fn x23_a_worker_that_hangs_is_expelled_and_named() {
-    let mut run = Program::run(&["--rounds=100000", "--expel-after-ms=300"], "");
+    let mut run = Program::run(&["--rounds=100000", "--expel-after-ms=1500"], "");
     run.until_it_says("verified role=rank-1");
     let pid = run.pid("rank-1");
     run.signal("rank-1", Signal::STOP);

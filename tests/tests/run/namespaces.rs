@@ -41,7 +41,7 @@ fn x28_deaths_on_both_sides_of_a_pid_namespace_are_noticed_and_survived() {
 #[test]
 fn x28_a_hung_worker_that_cannot_be_killed_from_here_is_named_and_keeps_its_rank() {
     let folder = folder();
-    let args = [&PRODUCER[..], &["--rounds=100000", "--expel-after-ms=300"]].concat();
+    let args = [&PRODUCER[..], &["--rounds=100000", "--expel-after-ms=1500"]].concat();
     let Some(mut producer) = Program::start_in_pid_namespace(&folder, &args) else {
         return;
     };

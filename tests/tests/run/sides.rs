@@ -130,7 +130,7 @@ fn x23_a_stopped_worker_is_alive_and_keeps_its_rank() {
 #[test]
 fn x23_a_hung_worker_is_expelled_and_another_takes_its_place() {
     let folder = folder();
-    let args = ["--wait-for-ranks", "--rounds=100000", "--expel-after-ms=300"];
+    let args = ["--wait-for-ranks", "--rounds=100000", "--expel-after-ms=1500"];
     let mut producer = producer(&folder, &args);
     let mut hung = worker(&folder, &[]);
     hung.until_it_says("verified role=0");

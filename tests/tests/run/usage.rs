@@ -21,6 +21,16 @@ fn options_that_cannot_be_used_are_refused_with_code_2_before_any_process_starts
         (&["--ring-bytes=4MB"], "for example 4MiB"),
         (&["--retain=never"], "[possible values: auto, byte-move]"),
         (&["--persist=/dev/shm", "--hardened"], "cannot be used with"),
+        (
+            &["--concurrency=0"],
+            "workload option concurrency: found 0, expected at least 1",
+        ),
+        (&["--drift=2"], "workload option drift: found 2, expected 0 to 1"),
+        (&["--source-mode=copy"], "raise --gather-blocks, or use source-only"),
+        (
+            &["--device-blocks=2"],
+            "raise --device-blocks, or lower sink and recent",
+        ),
     ] {
         let ended = run(args);
         assert_eq!(ended.code, Some(2), "{args:?}: {}", ended.log);
@@ -37,8 +47,6 @@ fn what_a_side_refuses_ends_the_run_with_code_4_and_the_sides_own_words() {
             "cannot open trace /nowhere/trace.jsonl",
         ),
         (&["--ring-bytes=5000"], "5000"),
-        (&["--drift=2"], "workload option drift: found 2, expected 0 to 1"),
-        (&["--source-mode=copy"], "raise --gather-blocks, or use source-only"),
     ] {
         let ended = run(args);
         assert_eq!(ended.code, Some(4), "{args:?}: {}", ended.log);
