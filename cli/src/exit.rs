@@ -41,7 +41,7 @@ impl From<Exit> for ExitCode {
 
 /// An error that asks for an exit other than [`Exit::Refused`].
 #[derive(Debug, thiserror::Error)]
-#[error("{error:#}")]
+#[error("{}", message(.error))]
 struct Marked {
     exit: Exit,
     error: anyhow::Error,
@@ -64,4 +64,33 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
     error
         .downcast_ref::<Marked>()
         .map_or(Exit::Refused, |marked| marked.exit)
+}
+
+/// An error and its causes, without those that a message above them names already.
+pub(crate) fn message(error: &anyhow::Error) -> String {
+    error.chain().fold(String::new(), |said, cause| {
+        let cause = cause.to_string();
+        match said.as_str() {
+            "" => cause,
+            above if above.contains(&cause) => said,
+            above => format!("{above}: {cause}"),
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+
+    use super::*;
+
+    #[test]
+    fn every_cause_is_named_once() {
+        let cause = || Err::<(), _>(anyhow::anyhow!("no such file"));
+        let above = cause().context("cannot open x").unwrap_err();
+        assert_eq!(message(&above), "cannot open x: no such file");
+        let within = cause().context("cannot open x: no such file; make it").unwrap_err();
+        assert_eq!(message(&within), "cannot open x: no such file; make it");
+        assert_eq!(message(&usage(within)), "cannot open x: no such file; make it");
+    }
 }

@@ -84,7 +84,7 @@ pub fn main() -> ExitCode {
     match obey(std::env::args_os().collect()) {
         Ok(exit) => exit.into(),
         Err(error) => {
-            eprintln!("kvsluice: {error:#}");
+            eprintln!("kvsluice: {}", exit::message(&error));
             exit::of_error(&error).into()
         }
     }
