@@ -14,8 +14,8 @@ use crate::port::Outcome;
 use crate::producer::PublishError;
 
 /// Steps of one world, and worlds of one test.
-const STEPS: u32 = if cfg!(miri) { 60 } else { 6_000 };
-const SEEDS: u64 = if cfg!(miri) { 2 } else { 30 };
+const STEPS: u32 = if cfg!(miri) { 25 } else { 6_000 };
+const SEEDS: u64 = if cfg!(miri) { 1 } else { 30 };
 
 fn outcome(random: &mut Rng) -> Outcome {
     match random.u8(0..12) {
