@@ -44,7 +44,7 @@ pub(crate) fn cpu_worker(args: &CpuWorkerArgs) -> anyhow::Result<Exit> {
     let workload = args.workload.options(args.verify.verify, &geometry)?;
     let options = ProducerOptions {
         runtime_dir: args.place.runtime_dir.clone(),
-        ring_bytes: args.segments.ring_bytes,
+        ring_bytes: args.segments.ring(&geometry)?,
         residence: args.segments.residence(),
         attach_patience_ms: args.side.attach_patience().as_millis() as u64,
         expel_after_ms: args.patience.expel_after_ms,
@@ -53,7 +53,7 @@ pub(crate) fn cpu_worker(args: &CpuWorkerArgs) -> anyhow::Result<Exit> {
         } else {
             OnRankLost::Fail
         },
-        trace: args.workload.trace.clone(),
+        trace: args.workload.trace()?,
         workload,
         rounds_log: args.workload.rounds_log.clone(),
         ..ProducerOptions::new(args.channel.as_str(), geometry)

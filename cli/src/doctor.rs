@@ -35,11 +35,13 @@ pub(crate) struct DoctorArgs {
 
 /// Looks at the host.
 pub(crate) fn doctor(args: &DoctorArgs) -> anyhow::Result<Exit> {
-    let map = GeometryMap::new(&args.geometry.geometry()?).map_err(usage)?;
+    let geometry = args.geometry.geometry()?;
+    let map = GeometryMap::new(&geometry).map_err(usage)?;
+    let ring_bytes = args.segments.ring(&geometry)?;
     let findings = examine(
         &Kernel::default(),
         &Plans {
-            segment_bytes: map.pool_bytes() + args.segments.ring_bytes as u64 * (1 + u64::from(map.geometry().ranks)),
+            segment_bytes: map.pool_bytes() + ring_bytes as u64 * (1 + u64::from(map.geometry().ranks)),
             huge_page_bytes: None,
             numa_node: None,
             persist: args.segments.persist.clone(),

@@ -9,7 +9,7 @@ pub(crate) enum Exit {
     Good,
     /// The work was done and found to be wrong: bytes that do not match, blocks that leaked, a check that failed.
     Wrong,
-    /// The command line, the configuration file or the geometry cannot be used. `clap` uses this number as well.
+    /// The command line, the configuration file, the geometry or the trace cannot be used. `clap` uses this number as well.
     Usage,
     /// A process of the channel was lost.
     Lost,
@@ -47,7 +47,7 @@ struct Marked {
     error: anyhow::Error,
 }
 
-/// Marks an error as one of the command line, the configuration file or the geometry.
+/// Marks an error as one of the command line, the configuration file, the geometry or the trace.
 pub(crate) fn usage(error: impl Into<anyhow::Error>) -> anyhow::Error {
     let (exit, error) = (Exit::Usage, error.into());
     Marked { exit, error }.into()

@@ -7,9 +7,11 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use kvsluice_cpu_worker::process::Residence;
 use kvsluice_cpu_worker::rounds::{Agreement, Keeping, Sources, Tables, WorkloadOptions};
+use kvsluice_cpu_worker::trace::Trace;
 use kvsluice_layout::geometry::Geometry;
 use kvsluice_layout::ids::BlockCount;
 use kvsluice_layout::presets::{self, Sizing};
+use kvsluice_layout::region::RegionMap;
 use kvsluice_transport::names::ChannelName;
 use serde::de::DeserializeOwned;
 
@@ -97,7 +99,7 @@ pub(crate) struct SegmentArgs {
     hardened: bool,
     /// Size of the plan ring
     #[arg(long, value_name = "BYTES", default_value = "4MiB", value_parser = bytes::<usize>)]
-    pub(crate) ring_bytes: usize,
+    ring_bytes: usize,
 }
 
 impl SegmentArgs {
@@ -109,6 +111,14 @@ impl SegmentArgs {
             None => Residence::Memfd,
         }
     }
+
+    /// The ring's size, which a channel of `geometry` can have.
+    pub(crate) fn ring(&self, geometry: &Geometry) -> anyhow::Result<usize> {
+        RegionMap::new(geometry, self.ring_bytes, 0, 0)
+            .context("--ring-bytes")
+            .map_err(usage)?;
+        Ok(self.ring_bytes)
+    }
 }
 
 /// What is played, and how.
@@ -117,7 +127,7 @@ impl SegmentArgs {
 pub(crate) struct WorkloadArgs {
     /// Request trace, one JSON object a line with input_length, output_length and hash_ids [default: a built-in sample]
     #[arg(long, value_name = "FILE")]
-    pub(crate) trace: Option<PathBuf>,
+    trace: Option<PathBuf>,
     /// Most requests to play [default: the whole trace]
     #[arg(long, value_name = "N")]
     pub(crate) requests: Option<u64>,
@@ -195,6 +205,24 @@ impl WorkloadArgs {
         };
         options.check(geometry).map_err(usage)?;
         Ok(options)
+    }
+
+    /// The trace's file, which begins with a request. A pipe can be read once: by the producer, which says what is wrong.
+    pub(crate) fn trace(&self) -> anyhow::Result<Option<PathBuf>> {
+        let Some(path) = &self.trace else {
+            return Ok(None);
+        };
+        if path.metadata().is_ok_and(|found| !found.is_file() && !found.is_dir()) {
+            return Ok(Some(path.clone()));
+        }
+        let first = Trace::open(path).map_err(usage)?.next().with_context(|| {
+            format!(
+                "trace {}: found no request, expected one a line; leave --trace away to play the built-in sample",
+                path.display()
+            )
+        });
+        first.map_err(usage)?.map_err(usage)?;
+        Ok(Some(path.clone()))
     }
 }
 

@@ -49,7 +49,9 @@ pub(crate) struct RunArgs {
 pub(crate) fn run(args: &RunArgs, matches: &ArgMatches) -> anyhow::Result<Exit> {
     // Before any process is started, so that what cannot be used is said once.
     let geometry = args.geometry.geometry()?;
+    args.segments.ring(&geometry)?;
     args.workload.options(args.verify.verify, &geometry)?;
+    args.workload.trace()?;
     let channel = match &args.channel {
         Some(name) => name.clone(),
         None => ChannelName::new(&format!("run-{}", std::process::id()))?,

@@ -69,6 +69,10 @@ pub(crate) enum Target {
 
 /// Kills and restarts for a while, and prints what came of it.
 pub(crate) fn chaos(args: &ChaosArgs, matches: &ArgMatches) -> anyhow::Result<Exit> {
+    let geometry = args.geometry.geometry()?;
+    args.segments.ring(&geometry)?;
+    args.workload.options(args.verify.verify, &geometry)?;
+    args.workload.trace()?;
     let plan = Plan {
         target: args.kill,
         seed: args.workload.seed,
@@ -76,7 +80,7 @@ pub(crate) fn chaos(args: &ChaosArgs, matches: &ArgMatches) -> anyhow::Result<Ex
             .context("--seconds")
             .map_err(crate::exit::usage)?,
         kills_max: args.kills.unwrap_or(u64::MAX),
-        ranks: args.geometry.geometry()?.ranks,
+        ranks: geometry.ranks,
         warm: args.segments.residence() != Residence::Hardened,
         always_calm: false,
     };

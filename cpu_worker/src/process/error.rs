@@ -78,7 +78,9 @@ pub enum ProcessError {
     #[error(transparent)]
     Trace(#[from] TraceError),
     /// A worker is proven dead (X23).
-    #[error("RankLost: the worker of rank {rank} (pid {pid}) has died; start it again, or use --on-rank-lost wait")]
+    #[error(
+        "RankLost: the worker of rank {rank} (pid {pid}) has died; start it again, or let the producer wait with --wait-for-ranks"
+    )]
     RankLost {
         /// Its rank.
         rank: Rank,

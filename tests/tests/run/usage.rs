@@ -10,6 +10,8 @@ fn run(args: &[&str]) -> Ended {
 
 #[test]
 fn options_that_cannot_be_used_are_refused_with_code_2_before_any_process_starts() {
+    let empty = tempfile::NamedTempFile::new().unwrap();
+    let empty = format!("--trace={}", empty.path().display());
     for (args, said) in [
         (&["--rankss=2"][..], "a similar argument exists: '--ranks'"),
         (&["--preset=llama-3.1-9b"], "did you mean \"llama-3.1-8b\"?"),
@@ -31,6 +33,13 @@ fn options_that_cannot_be_used_are_refused_with_code_2_before_any_process_starts
             &["--device-blocks=2"],
             "raise --device-blocks, or lower sink and recent",
         ),
+        (&["--ring-bytes=5000"], "ring of 5000 bytes: expected a power of two"),
+        (
+            &["--trace=/nowhere/trace.jsonl"],
+            "cannot open trace /nowhere/trace.jsonl",
+        ),
+        (&["--trace=/dev"], "/dev, line 1: Is a directory"),
+        (&[&empty], "found no request, expected one a line"),
     ] {
         let ended = run(args);
         assert_eq!(ended.code, Some(2), "{args:?}: {}", ended.log);
@@ -41,12 +50,13 @@ fn options_that_cannot_be_used_are_refused_with_code_2_before_any_process_starts
 
 #[test]
 fn what_a_side_refuses_ends_the_run_with_code_4_and_the_sides_own_words() {
+    let trace = tempfile::NamedTempFile::new().unwrap();
+    let request = r#"{"input_length": 1024, "output_length": 10, "hash_ids": [1, 2]}"#;
+    fs::write(&trace, format!("{request}\n{{}}\n")).unwrap();
+    let trace = format!("--trace={}", trace.path().display());
     for (args, said) in [
-        (
-            &["--trace=/nowhere/trace.jsonl"][..],
-            "cannot open trace /nowhere/trace.jsonl",
-        ),
-        (&["--ring-bytes=5000"], "5000"),
+        (&[trace.as_str()][..], ", line 2: missing field `input_length`"),
+        (&["--rounds-log=/nowhere/rounds.jsonl"], "/nowhere/rounds.jsonl"),
     ] {
         let ended = run(args);
         assert_eq!(ended.code, Some(4), "{args:?}: {}", ended.log);
