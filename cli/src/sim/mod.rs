@@ -23,6 +23,8 @@ use serde::Serialize;
 use schedule::Schedule;
 use shape::RANKS_MAX;
 
+use crate::print::print;
+
 /// What to simulate.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct SimArgs {
@@ -139,7 +141,7 @@ pub(crate) fn run(args: &SimArgs) -> anyhow::Result<bool> {
     let quiet = tracing::subscriber::NoSubscriber::default();
     let report = tracing::subscriber::with_default(quiet, || simulate(args.seed, args.steps, args.ranks))?;
     if args.json {
-        println!("{}", serde_json::to_string(&report)?);
+        print(serde_json::to_string(&report)?)?;
         return Ok(report.violation.is_none());
     }
     let Report {
@@ -149,8 +151,10 @@ pub(crate) fn run(args: &SimArgs) -> anyhow::Result<bool> {
         digest,
         ..
     } = &report;
-    println!("seed {seed}, {ranks} ranks, {steps} steps, digest {digest}");
-    println!(
+    print(format_args!(
+        "seed {seed}, {ranks} ranks, {steps} steps, digest {digest}"
+    ))?;
+    print(format_args!(
         "{} records, {} answers, {} done, {} not done; {} refused, {} of them by a full ring; {} aborts, {} resets",
         report.records,
         report.answers,
@@ -160,8 +164,8 @@ pub(crate) fn run(args: &SimArgs) -> anyhow::Result<bool> {
         report.full,
         report.aborts,
         report.resets
-    );
-    println!(
+    ))?;
+    print(format_args!(
         "{} producers died, {} takeovers, {} adopted; {} workers died, {} joined; {} hostile writes; {} pauses",
         report.producer_deaths,
         report.takeovers,
@@ -170,18 +174,18 @@ pub(crate) fn run(args: &SimArgs) -> anyhow::Result<bool> {
         report.joins,
         report.scribbles,
         report.drains
-    );
+    ))?;
     match &report.violation {
-        None => println!("no rule was broken"),
+        None => print("no rule was broken")?,
         Some(violation) => {
             for event in &report.trace {
-                println!("{event}");
+                print(event)?;
             }
-            println!("BROKEN at step {steps}: {violation}");
-            println!(
+            print(format_args!("BROKEN at step {steps}: {violation}"))?;
+            print(format_args!(
                 "replay: kvsluice sim --seed {seed} --steps {} --ranks {ranks}",
                 steps + 1
-            );
+            ))?;
         }
     }
     Ok(report.violation.is_none())

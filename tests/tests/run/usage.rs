@@ -120,9 +120,22 @@ fn x21_every_segment_mode_plays_the_trace_and_leaves_nothing() {
 fn a_reader_of_the_output_that_has_seen_enough_is_no_error() {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
-    let mut command = std::process::Command::new(crate::BINARY);
-    let ended = command.arg("doctor").stdout(writer).output().unwrap();
-    let said = String::from_utf8_lossy(&ended.stderr);
-    assert!(!said.contains("panicked"), "{said}");
-    assert!(ended.status.code().is_some_and(|code| code <= 1), "{:?}", ended.status);
+    let commands: [&[&str]; 4] = [
+        &["doctor"],
+        &["sim", "--steps=1000"],
+        &["sim", "--steps=1000", "--json"],
+        &["clean", "--list"],
+    ];
+    for args in commands {
+        let mut command = std::process::Command::new(crate::BINARY);
+        let writer = writer.try_clone().unwrap();
+        let ended = command.args(args).stdout(writer).output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stderr);
+        assert!(!said.contains("panicked"), "{args:?}: {said}");
+        assert!(
+            ended.status.code().is_some_and(|code| code <= 1),
+            "{args:?}: {:?}",
+            ended.status
+        );
+    }
 }
