@@ -11,8 +11,9 @@ use kvsluice_transport::peers::Peers;
 use kvsluice_transport::runtime_dir::RuntimeDir;
 use kvsluice_transport::segment::Persistent;
 
-use crate::exit::Exit;
+use crate::exit::{Exit, message};
 use crate::options::channel_name;
+use crate::print::print;
 
 /// Options of `clean`.
 #[derive(Args, Debug)]
@@ -42,12 +43,10 @@ pub(crate) fn run(args: &CleanArgs) -> anyhow::Result<Exit> {
     if args.list {
         for found in list(&runtime)? {
             let state = if found.is_live() { "live" } else { "stale" };
-            println!("{} is {state}", found.name);
+            print(format_args!("{} is {state}", found.name))?;
             for (role, holder) in found.roles {
-                println!(
-                    "  {role}: {}",
-                    holder.map_or_else(|| "nobody".to_owned(), |holder| holder.to_string())
-                );
+                let holder = holder.map_or_else(|| "nobody".to_owned(), |holder| holder.to_string());
+                print(format_args!("  {role}: {holder}"))?;
             }
         }
         return Ok(Exit::Good);
@@ -57,21 +56,27 @@ pub(crate) fn run(args: &CleanArgs) -> anyhow::Result<Exit> {
     } else {
         args.channels.clone()
     };
+    let mut exit = Exit::Good;
     for name in names {
-        match clean_one(&runtime, &name, args.persist.as_deref())? {
-            Cleaned::Live { role, holder } => println!("{name} is live: {role} is {holder}"),
-            Cleaned::Removed { paths, folder_removed } => {
-                println!("{name} was stale");
+        // One that cannot be cleaned keeps nobody from cleaning the others.
+        match clean_one(&runtime, &name, args.persist.as_deref()) {
+            Ok(Cleaned::Live { role, holder }) => print(format_args!("{name} is live: {role} is {holder}"))?,
+            Ok(Cleaned::Removed { paths, folder_removed }) => {
+                print(format_args!("{name} was stale"))?;
                 for path in paths {
-                    println!("  removed {}", path.display());
+                    print(format_args!("  removed {}", path.display()))?;
                 }
                 if !folder_removed {
-                    println!("  its folder stays, because something else lies in it");
+                    print("  its folder stays, because something else lies in it")?;
                 }
+            }
+            Err(error) => {
+                eprintln!("kvsluice: {}", message(&error));
+                exit = Exit::Refused;
             }
         }
     }
-    Ok(Exit::Good)
+    Ok(exit)
 }
 
 /// Removes what the channel of a `run` left, after all of its processes have ended.

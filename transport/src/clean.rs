@@ -11,7 +11,7 @@ use kvsluice_layout::segment::SegmentKind;
 
 use crate::lock::{Holder, LockError, LockWatch, RoleLock};
 use crate::names::{ChannelName, Role};
-use crate::runtime_dir::{RuntimeDir, RuntimeDirError};
+use crate::runtime_dir::{ChannelDir, RuntimeDir, RuntimeDirError};
 use crate::segment::{Backend, Identity, PersistError, Persistent};
 
 /// A channel of the runtime folder.
@@ -87,13 +87,16 @@ pub fn list(runtime: &RuntimeDir) -> Result<Vec<Found>, CleanError> {
 }
 
 fn look(runtime: &RuntimeDir, name: &ChannelName) -> Result<Found, CleanError> {
-    let dir = runtime.existing(name)?;
+    look_in(&runtime.existing(name)?)
+}
+
+fn look_in(dir: &ChannelDir) -> Result<Found, CleanError> {
     let mut roles = dir.roles("lock")?;
     roles.extend(dir.roles("sock")?);
     roles.sort_unstable();
     roles.dedup();
     let holder = |role: Role| -> Result<(Role, Option<Holder>), CleanError> {
-        let watch = LockWatch::open(&dir, role, None)?;
+        let watch = LockWatch::open(dir, role, None)?;
         let holder = watch
             .map(|watch| watch.holder())
             .transpose()
@@ -106,7 +109,7 @@ fn look(runtime: &RuntimeDir, name: &ChannelName) -> Result<Found, CleanError> {
     };
     let roles = roles.into_iter().map(holder).collect::<Result<_, _>>()?;
     Ok(Found {
-        name: name.clone(),
+        name: dir.name().clone(),
         roles,
     })
 }
@@ -122,14 +125,19 @@ pub fn clean(
     named: Option<&Persistent>,
     epoch: ProcessEpoch,
 ) -> Result<Cleaned, CleanError> {
-    let found = look(runtime, name)?;
+    let dir = match runtime.existing(name) {
+        // The named segments may be all that is left: the folder is made once more, so that nobody can start meanwhile.
+        Err(error) if error.is_not_found() && named.map_or(Ok(false), any_named)? => runtime.channel(name)?,
+        dir => dir?,
+    };
+    let found = look_in(&dir)?;
     if let Some((role, Some(holder))) = found.roles.iter().find(|(_, holder)| holder.is_some()) {
         return Ok(Cleaned::Live {
             role: *role,
             holder: *holder,
         });
     }
-    let dir = runtime.existing(name)?;
+    let left = dir.roles("lock")?;
     // The producer's role even if it left nothing: nobody may start one now.
     let roles = found
         .roles
@@ -162,8 +170,10 @@ pub fn clean(
             Err(source) => return Err(CleanError::Remove { path, source }),
         }
     }
-    // Each lock file goes with its lock.
-    paths.extend(locks.into_iter().map(|lock| dir.path_of(&lock.role().lock_file())));
+    // Each lock file goes with its lock; those that were made here for the while are not worth a word.
+    let locked = locks.into_iter().map(|lock| lock.role());
+    let found = locked.filter(|role| left.contains(role));
+    paths.extend(found.map(|role| dir.path_of(&role.lock_file())));
     let folder = dir.path_of("");
     let folder_removed = runtime.remove(&dir).map_err(|source| CleanError::Remove {
         path: folder.clone(),
@@ -172,18 +182,30 @@ pub fn clean(
     Ok(Cleaned::Removed { paths, folder_removed })
 }
 
+/// Every segment that a channel may have, the control segment last.
+fn segments() -> impl Iterator<Item = SegmentKind> {
+    let ranks = (0..MAX_RANKS).map(|rank| SegmentKind::Rank(Rank(rank)));
+    std::iter::once(SegmentKind::Pool)
+        .chain(ranks)
+        .chain([SegmentKind::Control])
+}
+
+fn any_named(named: &Persistent) -> Result<bool, CleanError> {
+    for segment in segments() {
+        if named.find(segment)?.is_some() {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 fn remove_named(named: &Persistent, paths: &mut Vec<PathBuf>) -> Result<(), CleanError> {
     // Held until all are gone: the claim lasts as long as the descriptor.
     let control = named.find(SegmentKind::Control)?;
     if let Some(control) = &control {
         named.claim(control)?;
     }
-    let ranks = (0..MAX_RANKS).map(|rank| SegmentKind::Rank(Rank(rank)));
-    for segment in [SegmentKind::Pool]
-        .into_iter()
-        .chain(ranks)
-        .chain([SegmentKind::Control])
-    {
+    for segment in segments() {
         let Some(file) = named.find(segment)? else { continue };
         let path = named.path_of(segment);
         let removed = Identity::of_descriptor(&file).and_then(|identity| named.discard(segment, identity));
@@ -321,6 +343,26 @@ mod tests {
             panic!("a stale channel was taken for a live one")
         };
         assert!(paths.contains(&folder.path().join("engine.rank-63")));
+        assert_eq!(folder.path().read_dir().unwrap().count(), 0);
+    }
+
+    #[test]
+    fn x26_x27_named_segments_are_removed_when_nothing_else_of_their_channel_is_left() {
+        let temp = tempfile::tempdir().unwrap();
+        let runtime = runtime(temp.path());
+        let folder = tempfile::Builder::new()
+            .prefix("kvsluice-test")
+            .tempdir_in("/dev/shm")
+            .unwrap();
+        let named = Persistent::open(folder.path(), name()).unwrap();
+        let said = clean(&runtime, &name(), Some(&named), EPOCH).unwrap_err().to_string();
+        assert!(said.contains("No such file"), "{said}");
+        drop(named.create(SegmentKind::Pool, None).unwrap());
+        let Cleaned::Removed { paths, folder_removed } = clean(&runtime, &name(), Some(&named), EPOCH).unwrap() else {
+            panic!("a stale channel was taken for a live one")
+        };
+        assert_eq!(paths, [folder.path().join("engine.pool")]);
+        assert!(folder_removed && list(&runtime).unwrap().is_empty());
         assert_eq!(folder.path().read_dir().unwrap().count(), 0);
     }
 }

@@ -59,6 +59,13 @@ pub enum RuntimeDirError {
     },
 }
 
+impl RuntimeDirError {
+    /// True where there is no such folder or file.
+    pub fn is_not_found(&self) -> bool {
+        matches!(self, Self::System { source, .. } if source.kind() == io::ErrorKind::NotFound)
+    }
+}
+
 fn system(path: &Path, step: &'static str) -> impl Fn(Errno) -> RuntimeDirError {
     move |source| RuntimeDirError::System {
         path: path.to_owned(),

@@ -1,5 +1,7 @@
 //! `kvsluice run` when a process dies or somebody presses Ctrl-C: a clear message, no hang, nothing left behind.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 
 use rustix::process::Signal;
@@ -121,4 +123,24 @@ fn x27_a_killed_run_takes_its_processes_with_it_and_clean_removes_its_files() {
     let clean = Program::start(&folder, &["clean"], "").end();
     assert!(clean.log.contains(&format!("{channel} was stale")), "{}", clean.log);
     clean.left_nothing();
+}
+
+#[test]
+fn x27_a_channel_that_cannot_be_cleaned_keeps_no_other_from_being_cleaned() {
+    let folder = folder();
+    let (open, stale) = (folder.path().join("a-open"), folder.path().join("b-stale"));
+    for channel in [&open, &stale] {
+        fs::create_dir(channel).expect("a folder");
+    }
+    fs::set_permissions(&open, PermissionsExt::from_mode(0o755)).expect("chmod");
+    fs::set_permissions(&stale, PermissionsExt::from_mode(0o700)).expect("chmod");
+    let clean = Program::start(&folder, &["clean"], "").end();
+    assert_eq!(clean.code, Some(4), "{}", clean.log);
+    assert!(
+        clean.log.contains("a-open: mode is 0755, expected 0700"),
+        "{}",
+        clean.log
+    );
+    assert!(clean.log.contains("b-stale was stale"), "{}", clean.log);
+    assert_eq!(clean.left, [open]);
 }
