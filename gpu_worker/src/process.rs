@@ -90,6 +90,12 @@ pub fn run_worker(
                 tell(Event::Drained { rank, reason });
                 until_ns = clock.now_ns().saturating_add(patience_ns);
             }
+            Err(ProcessError::Gone(gone)) if !stop.load(Ordering::Relaxed) => {
+                // X27: in that folder nobody can find this worker any more.
+                let (rank, reason) = (options.rank.0, gone.to_string());
+                tell(Event::Drained { rank, reason });
+                until_ns = clock.now_ns().saturating_add(patience_ns);
+            }
             Err(gone) if gone.is_producer_gone() && clock.now_ns() < until_ns && !stop.load(Ordering::Relaxed) => {
                 tracing::debug!(rank = options.rank.0, error = %gone, "the next producer is waited for");
             }
@@ -176,7 +182,7 @@ fn serve(
         rank: options.rank.0,
         device,
     });
-    let ended = process.run(stop, tell);
+    let ended = process.run(&lock, stop, tell);
     process.tell_progress(tell);
     total.add(&process.counts());
     ended
@@ -302,7 +308,7 @@ impl Process {
         })
     }
 
-    fn run(&mut self, stop: &AtomicBool, tell: &mut dyn FnMut(Event)) -> Result<(), ProcessError> {
+    fn run(&mut self, lock: &RoleLock, stop: &AtomicBool, tell: &mut dyn FnMut(Event)) -> Result<(), ProcessError> {
         let mut answers = self.worker.port().answers();
         let mut told_ns = self.clock.now_ns();
         let mut faults = (0, 0);
@@ -331,6 +337,9 @@ impl Process {
             if is_quiet && stop.load(Ordering::Relaxed) {
                 self.notice_death(tell); // a supervisor's stop may overtake the watcher
                 return Ok(());
+            }
+            if is_quiet && self.lost {
+                lock.check_still_there().map_err(ProcessError::Gone)?;
             }
             let now_ns = self.clock.now_ns();
             let counts = self.counts();

@@ -22,6 +22,9 @@ pub enum ProcessError {
     /// Runtime folder.
     #[error(transparent)]
     RuntimeDir(#[from] RuntimeDirError),
+    /// The channel's folder or this worker's lock in it was deleted while nobody else was there to say so (X27).
+    #[error(transparent)]
+    Gone(RuntimeDirError),
     /// The rank is taken.
     #[error(transparent)]
     Lock(#[from] LockError),

@@ -42,11 +42,11 @@ pub enum Event {
         /// The new incarnation.
         incarnation: u64,
     },
-    /// A new producer starts cold: this worker's device is given up, and it attaches anew.
+    /// A new producer starts cold, or none can find this worker any more: its device is given up, and it attaches anew.
     Drained {
         /// Its rank.
         rank: u32,
-        /// Why, in the producer's words.
+        /// Why; where a producer says so, in its words.
         reason: String,
     },
     /// The last event.

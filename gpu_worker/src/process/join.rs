@@ -76,6 +76,7 @@ pub(super) fn join(
             // The two sides may be started in any order.
             Err(AttachError::NoProducer { .. }) if clock.now_ns() < until_ns && !stop.load(Ordering::Relaxed) => {
                 std::thread::sleep(Duration::from_millis(2));
+                lock.check_still_there().map_err(ProcessError::Gone)?;
             }
             joined => return Ok(joined?),
         }

@@ -193,3 +193,27 @@ fn x25_a_worker_that_a_cold_start_sends_away_attaches_anew() {
     assert!(ended.log.contains("20 requests"), "{}", ended.log);
     end_worker(worker);
 }
+
+#[test]
+fn x27_a_worker_whose_folder_was_deleted_says_so_and_attaches_anew() {
+    let folder = folder();
+    let channel = folder.path().join("hand");
+    let mut first = producer(&folder, &["--rounds=100000"]);
+    let mut worker = worker(&folder, &[]);
+    worker.until_it_says("verified role=0");
+    first.until_it_says("takes part");
+    first.signal("itself", Signal::KILL);
+    first.end();
+    // One that serves nobody, and then one that waits to attach.
+    for before in ["ProducerLost", "attaches anew"] {
+        worker.until_it_says(before);
+        while !channel.join("rank-0.sock").exists() {
+            std::thread::yield_now();
+        }
+        std::fs::remove_dir_all(&channel).expect("the folder is there");
+    }
+    worker.until_it_says("was deleted or replaced");
+    let ended = producer(&folder, &["--requests=20"]).end();
+    assert_eq!(ended.code, Some(0), "{}", ended.log);
+    end_worker(worker).left_nothing();
+}
