@@ -244,11 +244,20 @@ impl Ground<'_> {
 
     /// Named segments that nobody holds (X26).
     fn find_named(&self, named: &Persistent) -> Result<Option<Found>, ProcessError> {
-        let (Some(control), Some(pool)) = (named.find(SegmentKind::Control)?, named.find(SegmentKind::Pool)?) else {
-            return Ok(None);
+        let control = named.find(SegmentKind::Control)?;
+        if let Some(control) = &control {
+            named.claim(control)?;
+        }
+        let gone = |segment| {
+            let message = format!("{} is gone", named.path_of(segment).display());
+            Err(system("take over")(std::io::Error::other(message)))
         };
-        named.claim(&control)?;
-        self.open_found(None, control, pool, named.mode()).map(Some)
+        match (control, named.find(SegmentKind::Pool)?) {
+            (Some(control), Some(pool)) => self.open_found(None, control, pool, named.mode()).map(Some),
+            (Some(_), None) => gone(SegmentKind::Pool),
+            (None, Some(_)) => gone(SegmentKind::Control),
+            (None, None) => Ok(None),
+        }
     }
 
     fn open_found(

@@ -93,7 +93,7 @@ fn x26_after_the_death_of_both_sides_the_next_producer_finds_the_pool_warm() {
 #[test]
 fn x26_segments_of_another_boot_cut_short_or_scribbled_over_are_made_anew_with_a_message() {
     type Harm = fn(&Channel);
-    let harms: [(Harm, &str); 4] = [
+    let harms: [(Harm, &str); 6] = [
         (
             |channel| {
                 channel
@@ -114,6 +114,14 @@ fn x26_segments_of_another_boot_cut_short_or_scribbled_over_are_made_anew_with_a
         (
             |channel| channel.open("pool").write_all_at(&[9; 128], 0).expect("write"),
             "pool",
+        ),
+        (
+            |channel| fs::remove_file(channel.file("pool")).expect("unlink"),
+            "named.pool is gone",
+        ),
+        (
+            |channel| fs::remove_file(channel.file("control")).expect("unlink"),
+            "named.control is gone",
         ),
     ];
     for (harm, said) in harms {
@@ -170,9 +178,15 @@ fn x26_segments_that_a_producer_of_another_runtime_folder_holds_are_refused() {
     let mut channel = Channel::new();
     let (producer, mut worker) = channel.at_work();
     let own = std::mem::replace(&mut channel.runtime, folder());
-    let second = channel.producer(&[]).end();
-    assert_eq!(second.code, Some(4), "{}", second.log);
-    assert!(second.log.contains("is in use by another process"), "{}", second.log);
+    for without_pool in [false, true] {
+        if without_pool {
+            fs::remove_file(channel.file("pool")).expect("unlink");
+        }
+        let second = channel.producer(&[]).end();
+        assert_eq!(second.code, Some(4), "{}", second.log);
+        assert!(second.log.contains("is in use by another process"), "{}", second.log);
+        assert!(channel.file("control").exists(), "it was removed under its holder");
+    }
     channel.runtime = own;
     producer.signal("itself", Signal::TERM);
     let ended = producer.end();
