@@ -19,7 +19,7 @@ use crate::segment::{Mapping, MappingMut, OpenError, Wanted, open_reader, open_w
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
     /// There is no producer, or none that listens.
-    #[error("channel {channel} has no producer: nobody listens on {path}; start `kvsluice producer` for it")]
+    #[error("channel {channel} has no producer: nobody listens on {path}; start `kvsluice cpu-worker` for it")]
     NoProducer {
         /// The channel.
         channel: String,

@@ -149,7 +149,7 @@ fn greet(
         return refuse(
             guest,
             None,
-            Mismatch::new("first message", found, "hello", "attach with `kvsluice worker`"),
+            Mismatch::new("first message", found, "hello", "attach with `kvsluice gpu-worker`"),
         );
     };
     let admitted = check(others, &guest.peer, &hello, layout_hash, ranks).and_then(|()| {

@@ -177,7 +177,7 @@ pub fn create(backend: &dyn Backend, segment: &NewSegment, reserve: &Reserve) ->
     let finish = || {
         let memory = reserve::reserve(&descriptor, kind, segment.bytes, reserve)?;
         let size_bytes = memory.size() as u64;
-        let boot_id = boot_id().map_err(failed("read the boot id"))?;
+        let boot_id = boot_id().map_err(failed("read the boot id for"))?;
         let (hash, channel, epoch) = (segment.layout_hash, segment.channel, segment.creator_epoch);
         let header = SegmentHeader::new(kind, size_bytes, hash, boot_id, channel, epoch);
         memory.copy_in(0, &header.to_words());

@@ -244,7 +244,7 @@ fn x20_a_producer_that_is_not_there_or_does_not_answer_is_named_as_that() {
         "{said}"
     );
     assert!(
-        said.ends_with("engine/producer.sock; start `kvsluice producer` for it"),
+        said.ends_with("engine/producer.sock; start `kvsluice cpu-worker` for it"),
         "{said}"
     );
 
