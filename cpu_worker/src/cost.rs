@@ -111,7 +111,7 @@ pub fn decide(plan: &RetainPlan, cost: &RetainTerms, benefit: &BenefitTerms, mar
         Some(value) if value.is_finite() => value,
         // R65: never silently zero. The sum below is not used once a name is listed.
         _ => {
-            if !planted("cost_unmeasured_is_zero") {
+            if !planted("r65_unmeasured_is_zero") {
                 unmeasured.push(name);
             }
             0.0
@@ -120,7 +120,7 @@ pub fn decide(plan: &RetainPlan, cost: &RetainTerms, benefit: &BenefitTerms, mar
     // R63: Tkv_move is 0 only on a remap, and a remap plan comes from the validation alone.
     let kv_move_us = match plan.kind() {
         RetainKind::SharedTableRemap | RetainKind::LayerTableRemap => 0.0,
-        RetainKind::ExistingByteMovePlan if planted("cost_moves_are_free") => 0.0,
+        RetainKind::ExistingByteMovePlan if planted("r63_moves_are_free") => 0.0,
         RetainKind::ExistingByteMovePlan => term("kv_move_us", cost.kv_move_us),
     };
     let retain_us = term("table_update_us", cost.table_update_us)
@@ -138,7 +138,7 @@ pub fn decide(plan: &RetainPlan, cost: &RetainTerms, benefit: &BenefitTerms, mar
     if !unmeasured.is_empty() {
         return Decision::Unmeasured(unmeasured);
     }
-    if gain_us > 0.0 || (gain_us == 0.0 && planted("cost_break_even_retains")) {
+    if gain_us > 0.0 || (gain_us == 0.0 && planted("r64_break_even_retains")) {
         Decision::Retain { gain_us }
     } else {
         Decision::Wait { shortfall_us: -gain_us }
@@ -211,7 +211,7 @@ mod tests {
         let even = || decide(&plan(true, 0), &COST, &BENEFIT, 6.0);
         assert_eq!(even(), Decision::Wait { shortfall_us: 0.0 });
         assert_ne!(
-            with_planted("cost_break_even_retains", even),
+            with_planted("r64_break_even_retains", even),
             even(),
             "the planted fault is not seen"
         );
@@ -228,7 +228,7 @@ mod tests {
         let unmeasured = || decide(&moved, &COST, &BENEFIT, 0.0);
         assert_eq!(unmeasured(), Decision::Unmeasured(vec!["kv_move_us"]));
         assert_ne!(
-            with_planted("cost_moves_are_free", unmeasured),
+            with_planted("r63_moves_are_free", unmeasured),
             unmeasured(),
             "the planted fault is not seen"
         );
@@ -259,7 +259,7 @@ mod tests {
             Decision::Unmeasured(vec!["plan_us", "wait_us", "horizon_calls"])
         );
         assert_ne!(
-            with_planted("cost_unmeasured_is_zero", decision),
+            with_planted("r65_unmeasured_is_zero", decision),
             decision(),
             "the planted fault is not seen"
         );

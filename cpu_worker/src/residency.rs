@@ -268,7 +268,7 @@ impl Residency {
                     0
                 };
                 // R4: the row's own column. (The known fault took one column for all rows.)
-                let shared = staged.tables.first().filter(|_| planted("residency_shares_a_column"));
+                let shared = staged.tables.first().filter(|_| planted("r4_shares_a_column"));
                 let slots = shared
                     .unwrap_or(new)
                     .logical_by_slot()
@@ -403,7 +403,7 @@ impl Residency {
     /// Drops what is staged; the tables in use, g and r are as they were (R59, I7).
     pub fn abort(&mut self, operation: &Operation<Aborted>) -> Result<Abandoned, SettleError> {
         let staged = self.take_staged(operation.key())?;
-        if planted("residency_abort_keeps_tables") {
+        if planted("r59_abort_keeps_tables") {
             self.tables = staged.tables;
         }
         Ok(Abandoned(staged.destinations))

@@ -78,7 +78,7 @@ pub fn validate_whole_blocks(ids: &[i64], block_size: u64) -> Result<Vec<u64>, W
             .filter_map(|row| row.split_first())
             .enumerate()
     };
-    if !planted("whole_no_sign_check")
+    if !planted("r37_no_sign_check")
         && let Some((row, (&first, _))) = rows().find(|(_, (first, _))| **first < 0)
     {
         return Err(WholeBlockError::Negative { row, first });
@@ -137,7 +137,7 @@ mod tests {
         let refused = |ids: &[i64], b| matches!(validate_whole_blocks(ids, b), Err(WholeBlockError::Negative { .. }));
         assert!(refused(&[-2, -1], 2) && refused(&[-1], 1) && refused(&[i64::MIN], 1));
         assert!(
-            with_planted("whole_no_sign_check", || !refused(&[-2, -1], 2)),
+            with_planted("r37_no_sign_check", || !refused(&[-2, -1], 2)),
             "the planted fault is not seen"
         );
     }

@@ -1,6 +1,6 @@
 //! Planted faults: deliberate mistakes that a test switches on to see itself go red.
 //!
-//! Each fault is a name at the place where a rule is enforced: `if !planted("early_release") { wait() }`. Without the
+//! Each fault is a name at the place where a rule is enforced: `if !planted("r26_early_release") { wait() }`. Without the
 //! feature `planted`, which only test builds set, [`planted`] is the constant `false` and the code is gone.
 
 /// True where the fault `name` is switched on. The constant `false` unless built with the feature `planted`.

@@ -136,9 +136,9 @@ fn x8_r67_every_shape_of_group_and_layer_is_compared_and_an_alias_has_no_byte_mo
 fn each_planted_fault_fails_the_comparison() {
     let words = ["--ranks", "2", "--dtype", "bf16"];
     for fault in [
-        "retain_prefix",
+        "r51_prefix",
         "moves_in_one_batch",
-        "retain_shares_anyway",
+        "r51_shares_anyway",
         "x8_skip_shard",
         "x11_first_rank_completes",
     ] {

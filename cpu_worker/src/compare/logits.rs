@@ -141,7 +141,7 @@ pub fn compare_logits(expected: &Trace, found: &Trace, tolerances: &Tolerances) 
             continue;
         };
         let (a, b) = (expected.prefix(*position), found.prefix(*position));
-        if (a.is_none() || a != b) && !planted("compare_diverged_prefixes") {
+        if (a.is_none() || a != b) && !planted("r14_diverged_prefixes") {
             report.diverged.push(*position); // R14
             continue;
         }
@@ -183,11 +183,7 @@ fn compare_position(position: TokenPosition, a: &[f32], b: &[f32], tolerance: To
     ];
     // An error that is no number is not within a tolerance.
     let within = errors.iter().all(|(error, limit)| error <= limit);
-    let violates = if planted("compare_top1_only") {
-        !same_top1
-    } else {
-        !within
-    };
+    let violates = if planted("r12_top1_only") { !same_top1 } else { !within };
     PositionReport {
         position,
         logit_error,
@@ -283,7 +279,7 @@ mod tests {
         assert!(report.compared[0].same_top1 && report.compared[0].violates && !report.passes());
         assert!((report.compared[0].mass_error - 0.145_3).abs() < 1e-3, "{report:?}");
         assert!(
-            with_planted("compare_top1_only", verdict).passes(),
+            with_planted("r12_top1_only", verdict).passes(),
             "the planted fault is not seen"
         );
     }
@@ -305,7 +301,7 @@ mod tests {
             (report.diverged.clone(), report.passes()),
             (vec![TokenPosition(2), TokenPosition(3)], true)
         );
-        let compared = with_planted("compare_diverged_prefixes", || compare_logits(&a, &b, &tight())).unwrap();
+        let compared = with_planted("r14_diverged_prefixes", || compare_logits(&a, &b, &tight())).unwrap();
         assert!(!compared.passes(), "the planted fault is not seen");
     }
 

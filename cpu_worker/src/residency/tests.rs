@@ -204,7 +204,7 @@ fn r4_the_rows_of_an_upload_name_their_own_blocks_and_destinations() {
     };
     assert_eq!(rows(), [(10, vec![(42, 2)]), (11, vec![(51, 2), (52, 3)])]);
     assert_ne!(
-        with_planted("residency_shares_a_column", rows),
+        with_planted("r4_shares_a_column", rows),
         rows(),
         "the planted fault is not seen"
     );

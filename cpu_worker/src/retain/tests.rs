@@ -63,7 +63,7 @@ fn r51_the_table_is_rewritten_with_the_slots_that_are_kept() {
     let remap = || retain(&[layer(&[10, 11, 12], &[0, 2]), layer(&[10, 11, 12], &[0, 2])], true);
     assert_eq!(remap(), (RetainKind::SharedTableRemap, vec![vec![10, 12]; 2], vec![11]));
     assert_ne!(
-        with_planted("retain_prefix", remap),
+        with_planted("r51_prefix", remap),
         remap(),
         "the planted fault is not seen"
     );
@@ -154,7 +154,7 @@ fn r9_every_plan_attends_what_its_layer_keeps_and_no_union() {
         })
     };
     assert!(exact());
-    assert!(!with_planted("retain_union", exact), "the planted fault is not seen");
+    assert!(!with_planted("r9_union", exact), "the planted fault is not seen");
 }
 
 #[test]
@@ -162,7 +162,7 @@ fn r7_r52_equal_sets_in_another_order_share_no_table() {
     let remap = || retain(&[layer(&[10, 11, 12], &[0, 2]), layer(&[10, 11, 12], &[2, 0])], true);
     assert_eq!(remap().0, RetainKind::LayerTableRemap);
     assert_ne!(
-        with_planted("retain_compare_as_sets", remap),
+        with_planted("r7_r52_compare_as_sets", remap),
         remap(),
         "the planted fault is not seen"
     );
@@ -173,7 +173,7 @@ fn r53_a_shared_table_keeps_the_resident_order() {
     let remap = || retain(&[layer(&[10, 11, 12], &[2, 0]), layer(&[10, 11, 12], &[2, 0])], true);
     assert_eq!(remap().0, RetainKind::LayerTableRemap);
     assert_ne!(
-        with_planted("retain_any_order", remap),
+        with_planted("r53_any_order", remap),
         remap(),
         "the planted fault is not seen"
     );
@@ -208,7 +208,7 @@ fn r53_epoch_generation_bounds_and_repeats_are_checked_in_this_order() {
     };
     assert!(matches!(error(&stale), RetainError::StaleGeneration { .. }));
     assert!(
-        with_planted("retain_generation_unchecked", || matches!(
+        with_planted("r53_generation_unchecked", || matches!(
             error(&stale),
             RetainError::Valid { .. }
         )),
@@ -256,7 +256,7 @@ fn r61_recent_partial_draft_and_window_blocks_are_never_released() {
     };
     assert_eq!(released(), [PhysicalBlock(11)]);
     assert_ne!(
-        with_planted("retain_clears_protected", released),
+        with_planted("r61_clears_protected", released),
         released(),
         "the planted fault is not seen"
     );

@@ -208,7 +208,11 @@ fn x15_r47_r59_f11_aborts_retries_and_early_finishes_leave_nothing_and_change_no
 fn x14_an_early_release_shows_as_wrong_bytes_at_the_destination() {
     let run = || Bench::new(&sample(40, 128, 0), RING, few(40)).play().0.mismatched;
     assert_eq!(run(), 0);
-    assert_ne!(with_planted("early_release", run), 0, "the planted fault is not seen");
+    assert_ne!(
+        with_planted("r26_early_release", run),
+        0,
+        "the planted fault is not seen"
+    );
 }
 
 #[test]

@@ -58,8 +58,5 @@ fn r23_r48_an_upload_that_is_resumed_has_the_same_plan_and_commits_through_the_s
         }
     };
     run();
-    assert!(
-        goes_red("residency_abort_keeps_tables", run),
-        "the planted fault is not seen"
-    );
+    assert!(goes_red("r59_abort_keeps_tables", run), "the planted fault is not seen");
 }
