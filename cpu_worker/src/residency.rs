@@ -238,7 +238,7 @@ impl Residency {
     pub fn pending_upload(&self) -> Option<OperationKey> {
         self.staged
             .as_ref()
-            .filter(|staged| staged.what != StagedWhat::Retain)
+            .filter(|staged| staged.what != StagedWhat::Retain || planted("r17_any_pending_is_an_upload"))
             .map(|staged| staged.key)
     }
 
@@ -437,7 +437,9 @@ impl Residency {
                 revision,
             });
         }
-        if let Some(staged) = &self.staged {
+        if let Some(staged) = &self.staged
+            && !planted("r43_stages_over_what_is_staged")
+        {
             return Err(StageError::Busy { staged: staged.key }); // I3
         }
         if plan_moves != (operation.bytes() > 0) {

@@ -329,7 +329,13 @@ impl RetainPlanner {
             }
         }
         if plan.kind != RetainKind::ExistingByteMovePlan {
-            for &block in &plan.tables {
+            // R56: what any layer keeps is kept. Disjoint keeps release nothing, though no byte moves.
+            let mut kept = plan.tables.as_slice();
+            if planted("r56_one_layer_decides") {
+                let first = plan.layers.first().and_then(|(_, first)| kept.get(first.clone()));
+                kept = first.unwrap_or_default();
+            }
+            for &block in kept {
                 after.insert(block);
             }
         }
@@ -347,6 +353,9 @@ impl RetainPlanner {
 fn shares_one_table(input: &RetainInput<'_>) -> bool {
     let mut layers = active(input);
     let Some(first) = layers.next() else { return true };
+    if planted("r6_one_table_for_all") {
+        return true;
+    }
     let ascending = first.keep.is_sorted() || planted("r53_any_order");
     ascending && layers.all(|layer| same_keep(layer.keep, first.keep) && layer.named() == first.named())
 }

@@ -149,6 +149,10 @@ impl Selector {
         self.tail.clear();
         self.tail
             .extend(self.ranked.iter().skip(free).map(|&key| block_of(key)));
+        if planted("r28_expands_to_tokens") {
+            let tokens = |block: &LogicalBlock| (block.get() * block_size as u32..).take(block_size);
+            self.selected = self.selected.iter().flat_map(tokens).map(LogicalBlock).collect();
+        }
         if planted("r15_tail_by_id") {
             self.tail.sort_unstable();
         }
@@ -318,7 +322,14 @@ mod tests {
     fn r28_a_selection_is_blocks_whatever_the_block_size() {
         let scores: Vec<f64> = (0..128).map(f64::from).collect();
         for (block_size, best) in [(1, 127), (2, 63), (32, 3), (64, 1)] {
-            assert_eq!(run(&input(&scores, block_size, 1)).unwrap().0, [best]); // F1
+            let selected = || run(&input(&scores, block_size, 1)).unwrap().0;
+            assert_eq!(selected(), [best]); // F1
+            let tokens = with_planted("r28_expands_to_tokens", selected);
+            assert_eq!(
+                tokens != [best],
+                block_size > 1,
+                "the planted fault is not seen: {tokens:?}"
+            );
         }
     }
 }

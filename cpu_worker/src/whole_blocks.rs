@@ -83,7 +83,8 @@ pub fn validate_whole_blocks(ids: &[i64], block_size: u64) -> Result<Vec<u64>, W
     {
         return Err(WholeBlockError::Negative { row, first });
     }
-    let unaligned = |first: i64| !first.unsigned_abs().is_multiple_of(block_size);
+    let unaligned =
+        |first: i64| !first.unsigned_abs().is_multiple_of(block_size) && !planted("r3_r37_unaligned_is_whole");
     if let Some((row, (&first, _))) = rows().find(|(_, (first, _))| unaligned(**first)) {
         return Err(WholeBlockError::Unaligned { row, first, block_size });
     }

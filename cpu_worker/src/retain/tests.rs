@@ -131,13 +131,18 @@ fn r11_r51_any_kind_can_be_asked_for_and_a_shared_table_only_where_it_is_exact()
 #[test]
 fn r6_no_single_table_serves_layers_that_keep_different_slots() {
     let layers = [layer(&[10, 11, 12], &[0, 2]), layer(&[10, 11, 12], &[1, 2])];
-    let (kind, tables, released) = retain(&layers, true);
+    let remap = || retain(&layers, true);
     assert_eq!(
-        (kind, tables, released),
+        remap(),
         (RetainKind::LayerTableRemap, vec![vec![10, 12], vec![11, 12]], vec![])
     );
-    let (kind, _, released) = retain(&layers, false);
+    let moved = || retain(&layers, false);
+    let (kind, _, released) = moved();
     assert_eq!((kind, released), (RetainKind::ExistingByteMovePlan, vec![12]));
+    for plan in [&remap as &dyn Fn() -> _, &moved] {
+        let shared = with_planted("r6_one_table_for_all", plan);
+        assert_ne!(shared, plan(), "the planted fault is not seen");
+    }
 }
 
 #[test]
@@ -235,10 +240,12 @@ fn r53_epoch_generation_bounds_and_repeats_are_checked_in_this_order() {
 
 #[test]
 fn r56_disjoint_keeps_move_nothing_and_release_nothing() {
-    let layers = [layer(&[10, 11], &[0]), layer(&[10, 11], &[1])];
-    assert_eq!(
-        retain(&layers, true),
-        (RetainKind::LayerTableRemap, vec![vec![10], vec![11]], vec![])
+    let remap = || retain(&[layer(&[10, 11], &[0]), layer(&[10, 11], &[1])], true);
+    assert_eq!(remap(), (RetainKind::LayerTableRemap, vec![vec![10], vec![11]], vec![]));
+    assert_ne!(
+        with_planted("r56_one_layer_decides", remap),
+        remap(),
+        "the planted fault is not seen"
     );
 }
 
