@@ -1,4 +1,4 @@
-//! What moving and keeping blocks costs, each term apart (R1, R2, R62–R66).
+//! What moving and keeping blocks costs, each term apart (R1, R2, R62–R65).
 #![forbid(unsafe_code)]
 
 use kvsluice_layout::ids::{BlockCount, TokenCount};
@@ -30,7 +30,13 @@ impl MovementCounters {
         let add = |to: &mut u64, more: u64| *to = to.saturating_add(more);
         add(&mut self.cpu_gather_bytes, other.cpu_gather_bytes);
         add(&mut self.cpu_destination_bytes, other.cpu_destination_bytes);
-        add(&mut self.h2d_bytes, other.h2d_bytes);
+        // R2: none is inferred from another.
+        let h2d_bytes = if planted("r2_h2d_is_what_was_gathered") {
+            other.cpu_gather_bytes
+        } else {
+            other.h2d_bytes
+        };
+        add(&mut self.h2d_bytes, h2d_bytes);
         add(&mut self.gpu_scatter_bytes, other.gpu_scatter_bytes);
         add(&mut self.gpu_compaction_bytes, other.gpu_compaction_bytes);
         add(&mut self.metadata_bytes, other.metadata_bytes);
@@ -51,7 +57,11 @@ pub fn selection_size(blocks: BlockCount, block_size: TokenCount, token_bytes: u
     let tokens = u64::from(blocks.get()) * u64::from(block_size.get());
     SelectionSize {
         ledger_elements: blocks.get().into(),
-        h2d_bytes: tokens.saturating_mul(token_bytes.into()),
+        h2d_bytes: if planted("r62_larger_blocks_are_faster") {
+            u64::from(blocks.get()) * u64::from(token_bytes)
+        } else {
+            tokens.saturating_mul(token_bytes.into())
+        },
     }
 }
 
@@ -111,7 +121,7 @@ pub fn decide(plan: &RetainPlan, cost: &RetainTerms, benefit: &BenefitTerms, mar
         Some(value) if value.is_finite() => value,
         // R65: never silently zero. The sum below is not used once a name is listed.
         _ => {
-            if !planted("cost_unmeasured_is_zero") {
+            if !planted("r65_unmeasured_is_zero") {
                 unmeasured.push(name);
             }
             0.0
@@ -120,7 +130,7 @@ pub fn decide(plan: &RetainPlan, cost: &RetainTerms, benefit: &BenefitTerms, mar
     // R63: Tkv_move is 0 only on a remap, and a remap plan comes from the validation alone.
     let kv_move_us = match plan.kind() {
         RetainKind::SharedTableRemap | RetainKind::LayerTableRemap => 0.0,
-        RetainKind::ExistingByteMovePlan if planted("cost_moves_are_free") => 0.0,
+        RetainKind::ExistingByteMovePlan if planted("r63_moves_are_free") => 0.0,
         RetainKind::ExistingByteMovePlan => term("kv_move_us", cost.kv_move_us),
     };
     let retain_us = term("table_update_us", cost.table_update_us)
@@ -138,20 +148,11 @@ pub fn decide(plan: &RetainPlan, cost: &RetainTerms, benefit: &BenefitTerms, mar
     if !unmeasured.is_empty() {
         return Decision::Unmeasured(unmeasured);
     }
-    if gain_us > 0.0 || (gain_us == 0.0 && planted("cost_break_even_retains")) {
+    if gain_us > 0.0 || (gain_us == 0.0 && planted("r64_break_even_retains")) {
         Decision::Retain { gain_us }
     } else {
         Decision::Wait { shortfall_us: -gain_us }
     }
-}
-
-/// What one retention did, as recorded: blocks that became free apart from bytes that were moved (R66).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RetainRecord {
-    /// Physical blocks that the owner freed.
-    pub physical_blocks_released: u64,
-    /// Bytes moved on the device.
-    pub bytes_moved: u64,
 }
 
 #[cfg(test)]
@@ -211,7 +212,7 @@ mod tests {
         let even = || decide(&plan(true, 0), &COST, &BENEFIT, 6.0);
         assert_eq!(even(), Decision::Wait { shortfall_us: 0.0 });
         assert_ne!(
-            with_planted("cost_break_even_retains", even),
+            with_planted("r64_break_even_retains", even),
             even(),
             "the planted fault is not seen"
         );
@@ -228,7 +229,7 @@ mod tests {
         let unmeasured = || decide(&moved, &COST, &BENEFIT, 0.0);
         assert_eq!(unmeasured(), Decision::Unmeasured(vec!["kv_move_us"]));
         assert_ne!(
-            with_planted("cost_moves_are_free", unmeasured),
+            with_planted("r63_moves_are_free", unmeasured),
             unmeasured(),
             "the planted fault is not seen"
         );
@@ -259,59 +260,56 @@ mod tests {
             Decision::Unmeasured(vec!["plan_us", "wait_us", "horizon_calls"])
         );
         assert_ne!(
-            with_planted("cost_unmeasured_is_zero", decision),
+            with_planted("r65_unmeasured_is_zero", decision),
             decision(),
             "the planted fault is not seen"
         );
     }
 
     #[test]
-    fn r1_r2_source_only_with_byte_moves_gathers_nothing_and_moves_much() {
-        let mut total = MovementCounters::default();
-        total.add(&MovementCounters {
-            h2d_bytes: 100,
-            gpu_compaction_bytes: 60,
-            ..MovementCounters::default()
-        });
-        total.add(&MovementCounters {
-            metadata_bytes: 8,
-            gpu_scatter_bytes: 4,
-            ..MovementCounters::default()
-        });
-        let expected = MovementCounters {
-            cpu_gather_bytes: 0,
-            cpu_destination_bytes: 0,
-            h2d_bytes: 100,
-            gpu_scatter_bytes: 4,
-            gpu_compaction_bytes: 60,
-            metadata_bytes: 8,
+    fn r2_each_of_the_six_counters_counts_its_own_and_moves_no_other() {
+        let counters: [fn(&mut MovementCounters) -> &mut u64; 6] = [
+            |of| &mut of.cpu_gather_bytes,
+            |of| &mut of.cpu_destination_bytes,
+            |of| &mut of.h2d_bytes,
+            |of| &mut of.gpu_scatter_bytes,
+            |of| &mut of.gpu_compaction_bytes,
+            |of| &mut of.metadata_bytes,
+        ];
+        let apart = || {
+            counters.iter().all(|counter| {
+                let only = |bytes| {
+                    let mut run = MovementCounters::default();
+                    *counter(&mut run) = bytes;
+                    run
+                };
+                let mut total = only(60);
+                total.add(&only(40));
+                total == only(100)
+            })
         };
-        assert_eq!(total, expected);
+        assert!(apart());
+        assert!(
+            !with_planted("r2_h2d_is_what_was_gathered", apart),
+            "the planted fault is not seen"
+        );
     }
 
     #[test]
     fn r62_larger_blocks_mean_fewer_elements_and_the_same_bytes() {
-        let tokens = selection_size(BlockCount(4_096), TokenCount(1), 512);
-        let blocks = selection_size(BlockCount(128), TokenCount(32), 512);
-        assert_eq!(tokens.ledger_elements, 32 * blocks.ledger_elements);
-        assert_eq!(tokens.h2d_bytes, blocks.h2d_bytes);
-    }
-
-    #[test]
-    fn r66_released_blocks_and_moved_bytes_are_recorded_apart() {
-        let disjoint = plan(true, 1);
-        let record = RetainRecord {
-            physical_blocks_released: disjoint.released().len() as u64,
-            bytes_moved: 0,
+        let sizes = || {
+            let tokens = selection_size(BlockCount(4_096), TokenCount(1), 512);
+            let blocks = selection_size(BlockCount(128), TokenCount(32), 512);
+            (
+                tokens.ledger_elements / blocks.ledger_elements,
+                [tokens.h2d_bytes, blocks.h2d_bytes],
+            )
         };
-        assert_eq!(
-            record,
-            RetainRecord {
-                physical_blocks_released: 0,
-                bytes_moved: 0
-            },
-            "R56"
+        assert_eq!(sizes(), (32, [4_096 * 512; 2]));
+        assert_ne!(
+            with_planted("r62_larger_blocks_are_faster", sizes),
+            sizes(),
+            "the planted fault is not seen"
         );
-        assert_eq!(plan(true, 0).released(), [PhysicalBlock(9)]);
     }
 }

@@ -251,14 +251,14 @@ impl Ledger {
                 current: life.revision,
             });
         }
-        if submission.bytes == 0 && planted("ledger_zero_delta_not_finalised") {
+        if submission.bytes == 0 && planted("r42_zero_delta_not_finalised") {
             return Ok(Submitted::Reused {
                 map_revision: life.map_revision,
                 revision: life.revision,
             });
         }
         // R44: the residency advances only with bytes.
-        let advance = submission.bytes > 0 || planted("ledger_zero_delta_moves_g");
+        let advance = submission.bytes > 0 || planted("r44_zero_delta_moves_g");
         let map_revision = MapRevision(life.map_revision.get() + u64::from(advance));
         let entry = Entry {
             key: OperationKey {
@@ -272,7 +272,7 @@ impl Ledger {
         };
         life.acked.clear();
         life.pending = Some(entry);
-        if submission.bytes == 0 && planted("ledger_zero_delta_skips_ranks") {
+        if submission.bytes == 0 && planted("r42_zero_delta_skips_ranks") {
             life.commit(entry);
         }
         Ok(Submitted::Pending(entry.evidence()))
@@ -301,7 +301,7 @@ impl Ledger {
         let Some(life) = &mut known.life else {
             return Ok(Acked::Ignored);
         };
-        if ack.key.request_epoch < life.epoch && !planted("ledger_epoch_ignored") {
+        if ack.key.request_epoch < life.epoch && !planted("r46_epoch_ignored") {
             return Ok(Acked::Ignored);
         }
         if ack.key.request_epoch > life.epoch {
@@ -315,14 +315,14 @@ impl Ledger {
             // Over, or never issued: repeated or old, and harmless either way.
             let said = (ack.key.pool_generation, ack.key.map_revision, ack.revision);
             let duplicate = life.past(operation).is_some_and(|past| past.committed == Some(said));
-            if planted("ledger_stale_ack_moves_back") && duplicate {
+            if planted("r46_stale_ack_moves_back") && duplicate {
                 (life.map_revision, life.revision) = (ack.key.map_revision, ack.revision);
             }
             return Ok(if duplicate { Acked::Duplicate } else { Acked::Ignored });
         };
         // R45: every part of the key.
         let same = (ack.key, ack.revision) == (entry.key, entry.revision);
-        if !same && !planted("ledger_knows_operations_by_number") {
+        if !same && !planted("r45_knows_operations_by_number") {
             return Err(AckError::Conflict {
                 found: ack.key,
                 found_revision: ack.revision,
@@ -333,7 +333,7 @@ impl Ledger {
         if !life.acked.insert(ack.rank) {
             return Ok(Acked::Duplicate);
         }
-        if life.acked.count() < ranks && !planted("ledger_first_rank_commits") {
+        if life.acked.count() < ranks && !planted("r50_r60_first_rank_commits") {
             return Ok(Acked::Recorded);
         }
         life.commit(entry);
@@ -411,7 +411,7 @@ impl Life {
     /// R47: what a retry of `operation` gets; `None` if it was never accepted.
     fn reuse(&self, operation: OperationId) -> Option<Result<Submitted, SubmitError>> {
         if let Some(entry) = self.pending.filter(|entry| entry.key.operation == operation) {
-            if planted("ledger_retry_uploads_again") {
+            if planted("r47_retry_uploads_again") {
                 return Some(Ok(Submitted::Pending(entry.evidence())));
             }
             let (map_revision, revision) = (entry.key.map_revision, entry.revision);
@@ -438,7 +438,7 @@ impl Life {
 
 /// R49: a request is its whole id. (The known fault took what stands before the second hyphen.)
 fn identity(request: &[u8]) -> &[u8] {
-    if planted("ledger_splits_ids") {
+    if planted("r49_splits_ids") {
         let second = request.iter().enumerate().filter(|(_, byte)| **byte == b'-').nth(1);
         return second.and_then(|(end, _)| request.get(..end)).unwrap_or(request);
     }

@@ -39,16 +39,12 @@ pub struct References {
 impl References {
     /// R54: the block lives while this is not 0.
     pub fn total(&self) -> u64 {
-        let transfers = if planted("owner_ignores_transfers") {
+        let transfers = if planted("r54_ignores_transfers") {
             0
         } else {
             self.transfers
         };
-        let prefix = if planted("owner_ignores_prefix") {
-            0
-        } else {
-            self.prefix
-        };
+        let prefix = if planted("r54_ignores_prefix") { 0 } else { self.prefix };
         u64::from(self.layers) + u64::from(self.regular) + u64::from(prefix) + u64::from(transfers)
     }
 
@@ -199,7 +195,7 @@ impl Owner {
         *count = count
             .checked_sub(1)
             .ok_or(OwnerError::NoReference { group, block, kind })?;
-        let last = references.total() == 0 || planted("owner_frees_shared");
+        let last = references.total() == 0 || planted("r54_r55_frees_shared");
         if last {
             self.free.push(block);
         }
@@ -312,9 +308,9 @@ mod tests {
             assert!(keeps(kind), "{kind:?}");
         }
         for (fault, kind) in [
-            ("owner_ignores_transfers", Reference::Transfer),
-            ("owner_ignores_prefix", Reference::Prefix),
-            ("owner_frees_shared", Reference::Regular),
+            ("r54_ignores_transfers", Reference::Transfer),
+            ("r54_ignores_prefix", Reference::Prefix),
+            ("r54_r55_frees_shared", Reference::Regular),
         ] {
             assert!(
                 !with_planted(fault, || keeps_from_layer(kind)),

@@ -206,12 +206,12 @@ impl Planner {
         let mut max = None;
         for layer in active(input) {
             // R38: every element counts; the tail is in score order, so its last is not its largest.
-            let tail = if planted("plan_tail_last_is_max") {
+            let tail = if planted("r38_tail_last_is_max") {
                 layer.tail.last().copied()
             } else {
                 largest(layer.tail)
             };
-            let tail = tail.filter(|_| !planted("plan_tail_unchecked"));
+            let tail = tail.filter(|_| !planted("r40_tail_unchecked"));
             let layer_max = largest(layer.want).max(tail).max(largest_held(layer.valid_slots()));
             if let Some(block) = layer_max.filter(|block| block.get() >= input.seq_blocks.get()) {
                 return Err(PlanError::OutOfRange {
@@ -243,7 +243,7 @@ impl Planner {
             }
             scratch.held.reset(bound);
             for &slot in layer.valid_slots() {
-                let hole = planted("plan_hole_is_block_zero").then_some(LogicalBlock(0));
+                let hole = planted("r39_hole_is_block_zero").then_some(LogicalBlock(0));
                 let Some(block) = slot.or(hole) else { continue }; // R39
                 if !scratch.held.insert(block) {
                     // Reported only when no layer wants a block twice.
@@ -273,7 +273,7 @@ impl Planner {
 
     /// R31: fills the shortfall of each layer from its tail, in rank order. True if a layer's candidates run out (R32).
     fn pad(&mut self, input: &PlanInput<'_>, bound: usize) -> bool {
-        let pad_anything = planted("plan_pad_duplicates");
+        let pad_anything = planted("r31_pad_duplicates");
         for (layer, scratch) in active(input).zip(&mut self.scratch) {
             let Some(need) = need_of(&mut self.groups, layer.group) else {
                 continue;
@@ -291,7 +291,7 @@ impl Planner {
             }
             need.available = need.available.min(count);
         }
-        !planted("plan_no_full_fallback") && self.groups.iter().any(|need| need.available < need.slots)
+        !planted("r32_no_full_fallback") && self.groups.iter().any(|need| need.available < need.slots)
     }
 
     fn write_plan(&mut self, input: &PlanInput<'_>, full: bool, max_id: Option<LogicalBlock>) {
@@ -305,7 +305,7 @@ impl Planner {
             let (upload_start, pad_start) = (plan.uploads.len(), plan.pads.len());
             let mut truncated = 0;
             match (input.table_mode, full) {
-                _ if planted("plan_order_of_want") => {
+                _ if planted("r30_order_of_want") => {
                     let missing = layer.want.iter().filter(|block| !sets.held.contains(**block));
                     plan.uploads.extend(missing);
                 }
@@ -321,7 +321,7 @@ impl Planner {
                     sets.want.append_to(&mut plan.uploads);
                     let available = need_of(groups, layer.group).map_or(0, |need| need.available);
                     truncated = sets.delta.saturating_sub(available);
-                    if planted("plan_truncation_unsaid") {
+                    if planted("r16_truncation_unsaid") {
                         truncated = 0;
                     }
                 }
@@ -356,7 +356,7 @@ fn need_of(groups: &mut [GroupNeed], group: GroupId) -> Option<&mut GroupNeed> {
 
 /// The tail as it is ranked, best first.
 fn in_rank_order(tail: &[LogicalBlock]) -> impl Iterator<Item = LogicalBlock> {
-    let by_id = planted("plan_drop_rank_order").then(|| {
+    let by_id = planted("r29_drop_rank_order").then(|| {
         let mut sorted = tail.to_vec();
         sorted.sort_unstable();
         sorted
@@ -366,7 +366,7 @@ fn in_rank_order(tail: &[LogicalBlock]) -> impl Iterator<Item = LogicalBlock> {
 }
 
 fn active<'a>(input: &PlanInput<'a>) -> impl Iterator<Item = &'a LayerInput<'a>> {
-    let all = planted("plan_packs_inactive_layers");
+    let all = planted("r25_packs_inactive_layers");
     input.layers.iter().filter(move |layer| layer.active || all) // R25
 }
 

@@ -28,7 +28,7 @@ impl RankSet {
             return false;
         };
         let bit = 1_u64 << (rank.get() % 64);
-        let new = *word & bit == 0 || planted("ledger_counts_acks");
+        let new = *word & bit == 0 || planted("r60_counts_acks");
         *word |= bit;
         self.count += u32::from(new);
         new

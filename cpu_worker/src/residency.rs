@@ -238,7 +238,7 @@ impl Residency {
     pub fn pending_upload(&self) -> Option<OperationKey> {
         self.staged
             .as_ref()
-            .filter(|staged| staged.what != StagedWhat::Retain)
+            .filter(|staged| staged.what != StagedWhat::Retain || planted("r17_any_pending_is_an_upload"))
             .map(|staged| staged.key)
     }
 
@@ -268,7 +268,7 @@ impl Residency {
                     0
                 };
                 // R4: the row's own column. (The known fault took one column for all rows.)
-                let shared = staged.tables.first().filter(|_| planted("residency_shares_a_column"));
+                let shared = staged.tables.first().filter(|_| planted("r4_shares_a_column"));
                 let slots = shared
                     .unwrap_or(new)
                     .logical_by_slot()
@@ -403,7 +403,7 @@ impl Residency {
     /// Drops what is staged; the tables in use, g and r are as they were (R59, I7).
     pub fn abort(&mut self, operation: &Operation<Aborted>) -> Result<Abandoned, SettleError> {
         let staged = self.take_staged(operation.key())?;
-        if planted("residency_abort_keeps_tables") {
+        if planted("r59_abort_keeps_tables") {
             self.tables = staged.tables;
         }
         Ok(Abandoned(staged.destinations))
@@ -437,7 +437,9 @@ impl Residency {
                 revision,
             });
         }
-        if let Some(staged) = &self.staged {
+        if let Some(staged) = &self.staged
+            && !planted("r43_stages_over_what_is_staged")
+        {
             return Err(StageError::Busy { staged: staged.key }); // I3
         }
         if plan_moves != (operation.bytes() > 0) {

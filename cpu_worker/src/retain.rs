@@ -221,7 +221,7 @@ impl RetainPlanner {
         input: &RetainInput<'_>,
         kind: RetainKind,
     ) -> Result<Option<&RetainPlan>, RetainError> {
-        let exact = kind != RetainKind::SharedTableRemap || shares_one_table(input) || planted("retain_shares_anyway");
+        let exact = kind != RetainKind::SharedTableRemap || shares_one_table(input) || planted("r51_shares_anyway");
         Ok(Some(self.plan(input, kind)?).filter(|_| exact))
     }
 
@@ -235,13 +235,13 @@ impl RetainPlanner {
             let start = plan.slots.len();
             plan.slots.extend_from_slice(layer.keep);
             // R51: the blocks of the slots that are kept, not the first so many blocks.
-            if planted("retain_prefix") {
+            if planted("r51_prefix") {
                 plan.tables.extend(layer.named().iter().take(layer.keep.len()));
             } else {
                 // R9: what this layer keeps and nothing else; there is no plan whose layers attend the union.
                 let union = active(input)
                     .flat_map(|layer| layer.keep)
-                    .filter(|_| planted("retain_union"));
+                    .filter(|_| planted("r9_union"));
                 let extra = union.filter(|slot| !layer.keep.contains(slot));
                 plan.tables
                     .extend((layer.keep.iter().chain(extra)).filter_map(|slot| layer.named().get(slot.index())));
@@ -264,7 +264,7 @@ impl RetainPlanner {
             let (found, expected) = (input.request_epoch, input.expected_request_epoch);
             return Err(RetainError::StaleEpoch { found, expected });
         }
-        if input.pool_generation != input.expected_pool_generation && !planted("retain_generation_unchecked") {
+        if input.pool_generation != input.expected_pool_generation && !planted("r53_generation_unchecked") {
             let (found, expected) = (input.pool_generation, input.expected_pool_generation);
             return Err(RetainError::StaleGeneration { found, expected });
         }
@@ -329,11 +329,17 @@ impl RetainPlanner {
             }
         }
         if plan.kind != RetainKind::ExistingByteMovePlan {
-            for &block in &plan.tables {
+            // R56: what any layer keeps is kept. Disjoint keeps release nothing, though no byte moves.
+            let mut kept = plan.tables.as_slice();
+            if planted("r56_one_layer_decides") {
+                let first = plan.layers.first().and_then(|(_, first)| kept.get(first.clone()));
+                kept = first.unwrap_or_default();
+            }
+            for &block in kept {
                 after.insert(block);
             }
         }
-        if !planted("retain_clears_protected") {
+        if !planted("r61_clears_protected") {
             for &block in input.protected {
                 after.insert(block); // R61
             }
@@ -347,12 +353,15 @@ impl RetainPlanner {
 fn shares_one_table(input: &RetainInput<'_>) -> bool {
     let mut layers = active(input);
     let Some(first) = layers.next() else { return true };
-    let ascending = first.keep.is_sorted() || planted("retain_any_order");
+    if planted("r6_one_table_for_all") {
+        return true;
+    }
+    let ascending = first.keep.is_sorted() || planted("r53_any_order");
     ascending && layers.all(|layer| same_keep(layer.keep, first.keep) && layer.named() == first.named())
 }
 
 fn same_keep(a: &[ResidentSlot], b: &[ResidentSlot]) -> bool {
-    if planted("retain_compare_as_sets") {
+    if planted("r7_r52_compare_as_sets") {
         return a.len() == b.len() && a.iter().all(|slot| b.contains(slot));
     }
     a == b

@@ -114,7 +114,7 @@ impl Retention<Planned> {
     /// Goes on if the request runs and no verify, upload or preemption conflicts.
     pub fn admit(self, activity: Activity) -> Step<Admitted, Planned> {
         let conflict = !activity.running || activity.verifying || activity.uploading || activity.preempting;
-        if conflict && !planted("retain_no_guard") {
+        if conflict && !planted("r57_no_guard") {
             return Err((self, NotDue::Conflict(activity)));
         }
         Ok(self.enter(Admitted))
@@ -124,7 +124,7 @@ impl Retention<Planned> {
 impl Retention<Admitted> {
     /// Goes on when the last reader and transfer have ended (R58).
     pub fn quiesce(self, outstanding: Outstanding) -> Step<Quiet, Admitted> {
-        let stepped = planted("retain_next_step_is_evidence") && outstanding.steps > 0;
+        let stepped = planted("r58_next_step_is_evidence") && outstanding.steps > 0;
         if (outstanding.readers > 0 || outstanding.transfers > 0) && !stepped {
             return Err((self, NotDue::InUse(outstanding)));
         }
@@ -222,7 +222,7 @@ mod tests {
         for activity in conflicts {
             let (_back, why) = planned().admit(activity).unwrap_err();
             assert_eq!(why, NotDue::Conflict(activity));
-            assert!(with_planted("retain_no_guard", || planned().admit(activity).is_ok()));
+            assert!(with_planted("r57_no_guard", || planned().admit(activity).is_ok()));
         }
         assert!(planned().admit(free).is_ok());
     }
@@ -249,7 +249,7 @@ mod tests {
         ] {
             let later = Outstanding { steps: 1_000, ..busy };
             assert!(admitted().quiesce(busy).is_err() && admitted().quiesce(later).is_err());
-            assert!(with_planted("retain_next_step_is_evidence", || admitted()
+            assert!(with_planted("r58_next_step_is_evidence", || admitted()
                 .quiesce(later)
                 .is_ok()));
         }

@@ -143,6 +143,8 @@ pub fn blocks_of_sequence(blocks: &[u64], seq_blocks: BlockCount) -> Result<Vec<
 
 #[cfg(test)]
 mod tests {
+    use kvsluice_layout::planted::with_planted;
+
     use super::*;
     use crate::whole_blocks::validate_whole_blocks;
 
@@ -221,5 +223,12 @@ mod tests {
         );
         assert!(blocks_of_sequence(&whole, BlockCount(3)).is_err());
         assert!(blocks_of_sequence(&[1 << 32], BlockCount(u32::MAX)).is_err());
+        // R3: what is not whole goes the way of copies.
+        let is_whole = || validate_whole_blocks(&[5, 6, 2, 3], 2).is_ok();
+        assert!(!is_whole());
+        assert!(
+            with_planted("r3_r37_unaligned_is_whole", is_whole),
+            "the planted fault is not seen"
+        );
     }
 }

@@ -99,14 +99,14 @@ impl Selector {
                 expected: input.seq_len.get(),
             });
         };
-        if !planted("select_accepts_nan")
+        if !planted("r33_accepts_nan")
             && let Some((token, &score)) = scores.iter().enumerate().find(|(_, score)| !score.is_finite())
         {
             return Err(SelectError::NonFiniteScore { token, score }); // R33
         }
         // R35: the token scores are cut to whole blocks; what is left over stays apart (R34).
         let mut blocks = input.seq_len.get() / input.block_size.get();
-        if planted("select_counts_the_partial_block") {
+        if planted("r34_r35_counts_the_partial_block") {
             blocks = input.seq_len.get().div_ceil(input.block_size.get());
         }
         let sink = input.sink.get().min(blocks);
@@ -116,7 +116,7 @@ impl Selector {
         self.ranked.clear();
         for (id, tokens) in (0_u32..).zip(scores.chunks_exact(block_size)) {
             let sum = tokens.iter().fold(0.0, |sum, score| sum + score);
-            if !sum.is_finite() && !planted("select_accepts_nan") {
+            if !sum.is_finite() && !planted("r33_accepts_nan") {
                 return Err(SelectError::NonFiniteSum {
                     block: LogicalBlock(id),
                     sum,
@@ -127,7 +127,7 @@ impl Selector {
             }
         }
         // R33: the id is the low half of the key, so equal scores fall to the lower id.
-        if planted("select_no_tie_break") {
+        if planted("r33_no_tie_break") {
             self.ranked.sort_unstable_by_key(|key| (key >> 32, u128::MAX - key));
         } else {
             self.ranked.sort_unstable();
@@ -149,13 +149,17 @@ impl Selector {
         self.tail.clear();
         self.tail
             .extend(self.ranked.iter().skip(free).map(|&key| block_of(key)));
-        if planted("select_tail_by_id") {
+        if planted("r28_expands_to_tokens") {
+            let tokens = |block: &LogicalBlock| (block.get() * block_size as u32..).take(block_size);
+            self.selected = self.selected.iter().flat_map(tokens).map(LogicalBlock).collect();
+        }
+        if planted("r15_tail_by_id") {
             self.tail.sort_unstable();
         }
         Ok(Selected {
             selected: &self.selected,
             ranked_tail: &self.tail,
-            effective_budget: if planted("select_hides_the_effective_budget") {
+            effective_budget: if planted("r36_hides_the_effective_budget") {
                 input.budget
             } else {
                 BlockCount(effective)
@@ -169,7 +173,7 @@ impl Selector {
 /// sign bit of a positive one), inverted for descending order.
 fn rank_key(score: f64, id: u32) -> u128 {
     // R33: −0.0 + 0.0 is 0.0, so that the two zeros have one image.
-    let bits = if planted("select_minus_zero") {
+    let bits = if planted("r33_minus_zero") {
         score.to_bits()
     } else {
         (score + 0.0).to_bits()
@@ -229,7 +233,7 @@ mod tests {
                 assert_eq!(of(seq_len, sink), (whole, 0, partial));
             }
         }
-        let with_fault = with_planted("select_counts_the_partial_block", || of(5, 9));
+        let with_fault = with_planted("r34_r35_counts_the_partial_block", || of(5, 9));
         assert_ne!(with_fault, (1, 0, 1), "the planted fault is not seen");
     }
 
@@ -238,7 +242,7 @@ mod tests {
         let tie = || run(&input(&[1.0; 4], 1, 2)).unwrap();
         assert_eq!(tie(), (vec![0, 1], vec![2, 3], 2));
         assert_ne!(
-            with_planted("select_no_tie_break", tie),
+            with_planted("r33_no_tie_break", tie),
             tie(),
             "the planted fault is not seen"
         );
@@ -257,7 +261,7 @@ mod tests {
         // A block's sum starts at 0.0 and cannot be −0.0, so the key itself is what can be wrong.
         let equal = || rank_key(-0.0, 0) == rank_key(0.0, 0);
         assert!(
-            equal() && !with_planted("select_minus_zero", equal),
+            equal() && !with_planted("r33_minus_zero", equal),
             "the planted fault is not seen"
         );
     }
@@ -275,7 +279,7 @@ mod tests {
         );
         assert!(!refused(&[f64::MAX, -f64::MAX, f64::MAX, -f64::MAX], 4));
         assert!(
-            !with_planted("select_accepts_nan", || refused(&[1.0, f64::NAN], 1)),
+            !with_planted("r33_accepts_nan", || refused(&[1.0, f64::NAN], 1)),
             "the planted fault is not seen"
         );
     }
@@ -291,7 +295,7 @@ mod tests {
         let raised = || run(&many).unwrap();
         assert_eq!(raised(), (vec![0, 1, 3, 4], vec![2], 4));
         assert_ne!(
-            with_planted("select_hides_the_effective_budget", raised),
+            with_planted("r36_hides_the_effective_budget", raised),
             raised(),
             "the planted fault is not seen"
         );
@@ -308,7 +312,7 @@ mod tests {
         let tail = || run(&input(&[1.0, 5.0, 3.0, 4.0], 1, 1)).unwrap().1;
         assert_eq!(tail(), [3, 2, 0]);
         assert_ne!(
-            with_planted("select_tail_by_id", tail),
+            with_planted("r15_tail_by_id", tail),
             [3, 2, 0],
             "the planted fault is not seen"
         );
@@ -318,7 +322,14 @@ mod tests {
     fn r28_a_selection_is_blocks_whatever_the_block_size() {
         let scores: Vec<f64> = (0..128).map(f64::from).collect();
         for (block_size, best) in [(1, 127), (2, 63), (32, 3), (64, 1)] {
-            assert_eq!(run(&input(&scores, block_size, 1)).unwrap().0, [best]); // F1
+            let selected = || run(&input(&scores, block_size, 1)).unwrap().0;
+            assert_eq!(selected(), [best]); // F1
+            let tokens = with_planted("r28_expands_to_tokens", selected);
+            assert_eq!(
+                tokens != [best],
+                block_size > 1,
+                "the planted fault is not seen: {tokens:?}"
+            );
         }
     }
 }

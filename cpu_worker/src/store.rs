@@ -303,7 +303,7 @@ impl<C: SharedMut, P: SharedMut> HostStore<C, P> {
             .groups
             .get(group.index())
             .ok_or(StoreError::UnknownGroup { group })?;
-        let early = planted("early_release");
+        let early = planted("r26_early_release");
         let of_record = |block: &SourceBlock| state.frames.get(block.index()).is_some_and(|f| f.record == self.record);
         let mut oldest_first = state.recency.oldest_first().filter(|block| block.get() < state.ready);
         let found = oldest_first.find(|block| {

@@ -78,12 +78,13 @@ pub fn validate_whole_blocks(ids: &[i64], block_size: u64) -> Result<Vec<u64>, W
             .filter_map(|row| row.split_first())
             .enumerate()
     };
-    if !planted("whole_no_sign_check")
+    if !planted("r37_no_sign_check")
         && let Some((row, (&first, _))) = rows().find(|(_, (first, _))| **first < 0)
     {
         return Err(WholeBlockError::Negative { row, first });
     }
-    let unaligned = |first: i64| !first.unsigned_abs().is_multiple_of(block_size);
+    let unaligned =
+        |first: i64| !first.unsigned_abs().is_multiple_of(block_size) && !planted("r3_r37_unaligned_is_whole");
     if let Some((row, (&first, _))) = rows().find(|(_, (first, _))| unaligned(**first)) {
         return Err(WholeBlockError::Unaligned { row, first, block_size });
     }
@@ -137,7 +138,7 @@ mod tests {
         let refused = |ids: &[i64], b| matches!(validate_whole_blocks(ids, b), Err(WholeBlockError::Negative { .. }));
         assert!(refused(&[-2, -1], 2) && refused(&[-1], 1) && refused(&[i64::MIN], 1));
         assert!(
-            with_planted("whole_no_sign_check", || !refused(&[-2, -1], 2)),
+            with_planted("r37_no_sign_check", || !refused(&[-2, -1], 2)),
             "the planted fault is not seen"
         );
     }

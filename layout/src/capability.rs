@@ -219,7 +219,7 @@ fn agree_sources(
         return Ok((
             SourceKinds {
                 source_only: true,
-                copy: copy && gather,
+                copy: copy && (gather || planted("r3_copies_without_a_gather_region")), // R3
             },
             false,
         ));

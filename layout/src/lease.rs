@@ -252,7 +252,12 @@ impl LeaseTable {
         }
         let from = row.pairs_at as usize;
         // R24: ids past the valid count are ignored.
-        Ok(pairs.get(from..from + row.valid as usize).unwrap_or(&[]))
+        let valid = if planted("r24_valid_count_unread") {
+            row.pairs
+        } else {
+            row.valid
+        };
+        Ok(pairs.get(from..from + valid as usize).unwrap_or(&[]))
     }
 
     /// Layer and group of a row exist, belong together, and no tensor is filled twice.

@@ -12,6 +12,7 @@ use crate::ids::{
     RequestEpoch, SelectionRevision, SourceBlock,
 };
 use crate::lease::Rows;
+use crate::planted::planted;
 use crate::record::{
     ALL_LAYERS, FLAG_FINAL, FLAG_TAGS, HEADER_BYTES, KNOWN_MUST_UNDERSTAND, Kind, LINE_BYTES, MAX_REQUEST_BYTES, Pair,
     RECORD_VERSION, RecordHeader, RetainMode, RowRecord, SourceKind, record_bytes,
@@ -74,13 +75,16 @@ impl PlanDraft {
     fn begin(&mut self, kind: Kind, request: &[u8], operation: Operation) -> &mut Self {
         self.kind = kind;
         self.mode = 0;
-        self.must_understand = 0;
-        self.target = 0;
         self.operation = operation;
         self.request.clear();
         self.request.extend_from_slice(request);
         self.rows.clear();
         self.pairs.clear();
+        // R23: nothing of what the draft was used for before.
+        if !planted("r23_a_draft_keeps_what_it_had") {
+            self.must_understand = 0;
+            self.target = 0;
+        }
         self.tags.clear();
         self
     }
@@ -540,7 +544,13 @@ impl<'a> Plan<'a> {
 
 fn valid_part<'a, T>(all: &'a [T], row: &RowRecord) -> &'a [T] {
     let from = row.pairs_at as usize;
-    all.get(from..from.saturating_add(row.valid as usize)).unwrap_or(&[])
+    // R24: what is behind the valid count is ignored.
+    let valid = if planted("r24_valid_count_unread") {
+        row.pairs
+    } else {
+        row.valid
+    };
+    all.get(from..from.saturating_add(valid as usize)).unwrap_or(&[])
 }
 
 #[cfg(test)]

@@ -32,19 +32,29 @@ fn pair(source: u32, destination: u32) -> Pair {
     Pair { source, destination }
 }
 
+fn blocks(pairs: &[(u32, u32)]) -> Vec<(SourceBlock, DestinationBlock)> {
+    let ids = pairs.iter();
+    ids.map(|&(s, d)| (SourceBlock(s), DestinationBlock(d))).collect()
+}
+
 /// One draft of every kind and mode, for the geometry `sample-hybrid`.
 pub(crate) fn drafts() -> Vec<(&'static str, PlanDraft)> {
-    let mut drafts = Vec::new();
-    let mut add = |name, make: &dyn Fn(&mut PlanDraft)| {
+    let made = |(name, make): (_, Make)| {
         let mut draft = PlanDraft::new();
         make(&mut draft);
-        drafts.push((name, draft));
+        (name, draft)
     };
-    let blocks = |pairs: &[(u32, u32)]| -> Vec<_> {
-        let ids = pairs.iter();
-        ids.map(|&(s, d)| (SourceBlock(s), DestinationBlock(d))).collect()
-    };
-    add("upload", &|draft| {
+    makers().into_iter().map(made).collect()
+}
+
+/// Makes a plan of any draft.
+type Make = fn(&mut PlanDraft);
+
+/// What makes them.
+fn makers() -> Vec<(&'static str, Make)> {
+    let mut makers: Vec<(_, Make)> = Vec::new();
+    let mut add = |name, make: Make| makers.push((name, make));
+    add("upload", |draft| {
         // Ragged rows (R25): a full layer, a window of one block, and a row whose last pair does not count (R24).
         draft
             .upload(b"request-7", operation())
@@ -65,20 +75,20 @@ pub(crate) fn drafts() -> Vec<(&'static str, PlanDraft)> {
             .tags([11, 12, 13, 14, 15, 16])
             .last_of_request();
     });
-    add("keep", &|draft| _ = draft.keep(b"request-7", operation()));
-    add("retain-shared", &|draft| {
+    add("keep", |draft| _ = draft.keep(b"request-7", operation()));
+    add("retain-shared", |draft| {
         let table = [pair(0, 5), pair(NEW_SLOT, 6)];
         draft
             .retain(b"request-7", operation(), RetainMode::SharedTable)
             .table_row(None, GroupId(1), 24, table);
     });
-    add("retain-layers", &|draft| {
+    add("retain-layers", |draft| {
         draft
             .retain(b"request-7", operation(), RetainMode::LayerTables)
             .table_row(Some(DecoderLayer(0)), GroupId(0), 40, [pair(2, 5), pair(0, 6)])
             .table_row(Some(DecoderLayer(6)), GroupId(0), 40, [pair(1, 7)]);
     });
-    add("retain-moves", &|draft| {
+    add("retain-moves", |draft| {
         draft.retain(b"request-7", operation(), RetainMode::ByteMove).table_row(
             Some(DecoderLayer(2)),
             GroupId(2),
@@ -86,16 +96,16 @@ pub(crate) fn drafts() -> Vec<(&'static str, PlanDraft)> {
             [pair(3, 0), pair(4, 3)],
         );
     });
-    add("write-back", &|draft| {
+    add("write-back", |draft| {
         draft
             .write_back(b"request-7", operation(), 5)
             .raw_row(3, 3, 0, 0, [pair(4, 20), pair(5, 21)]);
     });
-    add("abort", &|draft| {
+    add("abort", |draft| {
         _ = draft.abort(b"request-7", operation(), Position(0x9_0000))
     });
-    add("reset", &|draft| _ = draft.reset(PoolGeneration(0x3334)));
-    drafts
+    add("reset", |draft| _ = draft.reset(PoolGeneration(0x3334)));
+    makers
 }
 
 fn encode(draft: &PlanDraft) -> Vec<u64> {
@@ -182,18 +192,31 @@ fn x5_every_field_of_a_record_lies_where_the_protocol_says() {
 
 #[test]
 fn r23_equal_inputs_give_equal_bytes_whatever_a_draft_was_used_for_before() {
-    let mut reused = PlanDraft::new();
-    for (name, draft) in drafts() {
-        reused.clone_from(&draft);
-        let (first, second) = (encode(&draft), encode(&reused));
-        assert_eq!(first, second, "{name}");
-        reused.upload(b"something longer than the others", operation()).row(
-            DecoderLayer(8),
-            GroupId(3),
-            SourceKind::SourceOnly,
-            [(SourceBlock(9), DestinationBlock(9))],
-        );
-    }
+    let unequal = || -> Vec<&str> {
+        let mut reused = PlanDraft::new();
+        let mut differs = |make: Make| {
+            let mut fresh = PlanDraft::new();
+            make(&mut fresh);
+            // Everything that a draft can hold, and no plan here has.
+            reused
+                .write_back(b"something longer than the others", operation(), 0x7777)
+                .raw_row(8, 3, 1, 5, [pair(9, 9)])
+                .tags([0x99])
+                .must_understand(u32::MAX);
+            reused.mode = 3;
+            make(&mut reused);
+            encode(&fresh) != encode(&reused)
+        };
+        let makers = makers().into_iter().map(|(name, make)| (name, differs(make)));
+        makers.filter_map(|(name, differs)| differs.then_some(name)).collect()
+    };
+    assert_eq!(unequal(), Vec::<&str>::new());
+    #[cfg(feature = "planted")]
+    assert_eq!(
+        crate::planted::with_planted("r23_a_draft_keeps_what_it_had", unequal).len(),
+        makers().len(),
+        "the planted fault is not seen"
+    );
 }
 
 #[test]
@@ -222,8 +245,8 @@ fn r24_r25_rows_are_ragged_and_pairs_past_the_valid_count_are_carried_and_ignore
     let (_, draft) = drafts().swap_remove(0);
     let record = encode(&draft);
     let plan = Plan::parse(&record).expect("parses");
-    let valid: Vec<_> = plan.rows().iter().map(|row| plan.pairs(row).len()).collect();
-    assert_eq!((valid, plan.pair_count()), (vec![3, 1, 1], 6));
+    let valid = || -> Vec<_> { plan.rows().iter().map(|row| plan.pairs(row).len()).collect() };
+    assert_eq!((valid(), plan.pair_count()), (vec![3, 1, 1], 6));
     assert_eq!(plan.tags(&plan.rows()[2]), [15]);
     let map = GeometryMap::new(&preset("sample-hybrid").expect("preset")).expect("geometry");
     let mut leases = LeaseTable::new(&map);
@@ -232,6 +255,12 @@ fn r24_r25_rows_are_ragged_and_pairs_past_the_valid_count_are_carried_and_ignore
         Ok(()),
         "(57005, 48879) is no block of any pool"
     );
+    #[cfg(feature = "planted")]
+    crate::planted::with_planted("r24_valid_count_unread", || {
+        assert_eq!(valid(), [3, 1, 2], "the planted fault is not seen");
+        let checked = leases.check(&plan.lease_rows());
+        assert!(checked.is_err(), "the planted fault is not seen");
+    });
     leases.take(&plan.lease_rows());
     assert_eq!(leases.leased_blocks(), 2 * 5);
 }

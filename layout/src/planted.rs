@@ -1,7 +1,8 @@
 //! Planted faults: deliberate mistakes that a test switches on to see itself go red.
 //!
-//! Each fault is a name at the place where a rule is enforced: `if !planted("early_release") { wait() }`. Without the
-//! feature `planted`, which only test builds set, [`planted`] is the constant `false` and the code is gone.
+//! Each fault is a name at the place where a rule is enforced: `if !planted("r26_early_release") { wait() }`. The name
+//! begins with the rules that the fault breaks, where a rule of the contract is broken; `tests/src/rules.rs` reads them.
+//! Without the feature `planted`, which only test builds set, [`planted`] is the constant `false` and the code is gone.
 
 /// True where the fault `name` is switched on. The constant `false` unless built with the feature `planted`.
 #[cfg(not(feature = "planted"))]

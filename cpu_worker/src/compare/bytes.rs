@@ -24,7 +24,7 @@ pub struct HeadKv<'a> {
 
 impl<'a> HeadKv<'a> {
     fn valid_bytes(&self) -> Option<&'a [u8]> {
-        let behind = if planted("compare_reads_past_valid") {
+        let behind = if planted("r67_reads_past_valid") {
             self.bytes.len()
         } else {
             0
@@ -92,7 +92,7 @@ pub enum BytesError {
 /// Compares two dumps and returns how many bytes were equal. The first difference fails (R67); a copy does no arithmetic
 /// and gets no tolerance, whatever the dtype (R68).
 pub fn compare_bytes(expected: &KvDump<'_>, found: &KvDump<'_>) -> Result<u64, BytesError> {
-    if expected.selection != found.selection && !planted("compare_other_selections") {
+    if expected.selection != found.selection && !planted("r10_r11_r70_other_selections") {
         return Err(BytesError::OtherSelection);
     }
     if expected.heads.len() != found.heads.len() {
@@ -113,7 +113,7 @@ pub fn compare_bytes(expected: &KvDump<'_>, found: &KvDump<'_>) -> Result<u64, B
             valid: a.valid,
         };
         let (a, b) = (a.valid_bytes().ok_or(short)?, b.valid_bytes().ok_or(short)?);
-        let tolerated = |a: u8, b: u8| planted("compare_copies_with_tolerance") && a.abs_diff(b) <= 1;
+        let tolerated = |a: u8, b: u8| planted("r68_copies_with_tolerance") && a.abs_diff(b) <= 1;
         let mut pairs = a.iter().zip(b).enumerate();
         if let Some((offset, (&expected, &found))) = pairs.find(|(_, (a, b))| a != b && !tolerated(**a, **b)) {
             return Err(BytesError::Differs {
@@ -202,7 +202,7 @@ mod tests {
         let outcome = || compare(&heads(&good), &heads(&other));
         assert_eq!(outcome(), Ok(4 * 24));
         assert!(
-            with_planted("compare_reads_past_valid", outcome).is_err(),
+            with_planted("r67_reads_past_valid", outcome).is_err(),
             "the planted fault is not seen"
         );
     }
@@ -215,7 +215,7 @@ mod tests {
         let outcome = || compare(&heads(&a), &heads(&b));
         assert!(matches!(outcome(), Err(BytesError::Differs { offset: 0, .. })));
         assert!(
-            with_planted("compare_copies_with_tolerance", outcome).is_ok(),
+            with_planted("r68_copies_with_tolerance", outcome).is_ok(),
             "the planted fault is not seen"
         );
     }
@@ -241,7 +241,7 @@ mod tests {
         for (a, b) in [(&tokens, &blocks), (&blocks, &tokens)] {
             let outcome = || compare_bytes(a, b);
             assert_eq!(outcome(), Err(BytesError::OtherSelection));
-            let failed = with_planted("compare_other_selections", outcome);
+            let failed = with_planted("r10_r11_r70_other_selections", outcome);
             assert!(
                 matches!(failed, Err(BytesError::Differs { .. })),
                 "the planted fault is not seen"
@@ -261,7 +261,7 @@ mod tests {
         let other = || compare_bytes(&dump(&a), &dump(&b));
         assert_eq!(other(), Err(BytesError::OtherSelection));
         assert!(
-            with_planted("compare_other_selections", other).is_ok(),
+            with_planted("r10_r11_r70_other_selections", other).is_ok(),
             "the planted fault is not seen"
         );
         assert_eq!(

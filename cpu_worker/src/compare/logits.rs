@@ -41,7 +41,7 @@ impl Tolerances {
     fn of(&self, dtype: Dtype) -> Option<Tolerance> {
         self.0
             .iter()
-            .find(|(declared, _)| *declared == dtype)
+            .find(|(declared, _)| *declared == dtype || planted("r13_tolerance_of_another_dtype"))
             .map(|(_, tolerance)| *tolerance)
     }
 }
@@ -115,7 +115,10 @@ pub struct LogitsReport {
 impl LogitsReport {
     /// Share of compared positions that violate a tolerance (R69); `None` if none was compared.
     pub fn violation_rate(&self) -> Option<f64> {
-        let violations = self.compared.iter().filter(|report| report.violates).count();
+        let mut violations = self.compared.iter().filter(|report| report.violates).count();
+        if violations > 0 && planted("r69_the_rate_is_a_verdict") {
+            violations = self.compared.len();
+        }
         (!self.compared.is_empty()).then(|| violations as f64 / self.compared.len() as f64)
     }
 
@@ -141,7 +144,7 @@ pub fn compare_logits(expected: &Trace, found: &Trace, tolerances: &Tolerances) 
             continue;
         };
         let (a, b) = (expected.prefix(*position), found.prefix(*position));
-        if (a.is_none() || a != b) && !planted("compare_diverged_prefixes") {
+        if (a.is_none() || a != b) && !planted("r14_diverged_prefixes") {
             report.diverged.push(*position); // R14
             continue;
         }
@@ -158,9 +161,11 @@ pub fn compare_logits(expected: &Trace, found: &Trace, tolerances: &Tolerances) 
             .push(compare_position(*position, expected_logits, found_logits, tolerance));
     }
     let only_found = found.logits.iter().map(|(position, _)| *position);
+    let lacks = |position: &TokenPosition| expected.logits.iter().all(|(other, _)| other != position);
+    let unlisted = planted("r13_one_side_covers"); // R13: what either side lacks
     report
         .not_covered
-        .extend(only_found.filter(|position| expected.logits.iter().all(|(other, _)| other != position)));
+        .extend(only_found.filter(|position| lacks(position) && !unlisted));
     report.not_covered.sort_unstable();
     Ok(report)
 }
@@ -182,12 +187,10 @@ fn compare_position(position: TokenPosition, a: &[f32], b: &[f32], tolerance: To
         (mass_error, tolerance.mass),
     ];
     // An error that is no number is not within a tolerance.
-    let within = errors.iter().all(|(error, limit)| error <= limit);
-    let violates = if planted("compare_top1_only") {
-        !same_top1
-    } else {
-        !within
-    };
+    let within = errors
+        .iter()
+        .all(|(error, limit)| error <= limit || (error.is_nan() && planted("r69_a_nan_is_within")));
+    let violates = if planted("r12_top1_only") { !same_top1 } else { !within };
     PositionReport {
         position,
         logit_error,
@@ -270,6 +273,15 @@ mod tests {
             compare_logits(&a, &bf16, &tight()),
             Err(LogitsRefused::OtherDtype(Dtype::F32, Dtype::Bf16))
         );
+        assert!(
+            with_planted("r13_tolerance_of_another_dtype", || compare_logits(
+                &bf16,
+                &bf16,
+                &tight()
+            ))
+            .is_ok(),
+            "the planted fault is not seen"
+        );
     }
 
     #[test]
@@ -283,7 +295,7 @@ mod tests {
         assert!(report.compared[0].same_top1 && report.compared[0].violates && !report.passes());
         assert!((report.compared[0].mass_error - 0.145_3).abs() < 1e-3, "{report:?}");
         assert!(
-            with_planted("compare_top1_only", verdict).passes(),
+            with_planted("r12_top1_only", verdict).passes(),
             "the planted fault is not seen"
         );
     }
@@ -305,7 +317,7 @@ mod tests {
             (report.diverged.clone(), report.passes()),
             (vec![TokenPosition(2), TokenPosition(3)], true)
         );
-        let compared = with_planted("compare_diverged_prefixes", || compare_logits(&a, &b, &tight())).unwrap();
+        let compared = with_planted("r14_diverged_prefixes", || compare_logits(&a, &b, &tight())).unwrap();
         assert!(!compared.passes(), "the planted fault is not seen");
     }
 
@@ -313,8 +325,13 @@ mod tests {
     fn r13_positions_that_one_side_lacks_are_listed() {
         let a = trace(&[7, 8], &[(0, &[1.0]), (2, &[1.0])]);
         let b = trace(&[7, 8], &[(1, &[1.0]), (2, &[1.0])]);
-        let report = compare_logits(&a, &b, &tight()).unwrap();
-        assert_eq!(report.not_covered, [TokenPosition(0), TokenPosition(1)]);
+        let not_covered = || compare_logits(&a, &b, &tight()).unwrap().not_covered;
+        assert_eq!(not_covered(), [TokenPosition(0), TokenPosition(1)]);
+        assert_ne!(
+            with_planted("r13_one_side_covers", not_covered),
+            not_covered(),
+            "the planted fault is not seen"
+        );
         let nothing = compare_logits(&a, &trace(&[], &[]), &tight()).unwrap();
         assert!(
             nothing.violation_rate().is_none() && !nothing.passes(),
@@ -337,7 +354,15 @@ mod tests {
                 (3, &[1.0, 0.0]),
             ],
         );
-        assert_eq!(compare_logits(&a, &b, &tight()).unwrap().violation_rate(), Some(0.25));
+        let rate = || compare_logits(&a, &b, &tight()).unwrap().violation_rate();
+        assert_eq!(rate(), Some(0.25));
+        for fault in ["r69_a_nan_is_within", "r69_the_rate_is_a_verdict"] {
+            assert_ne!(
+                with_planted(fault, rate),
+                rate(),
+                "the planted fault {fault} is not seen"
+            );
+        }
         assert_eq!(compare_logits(&a, &a, &tight()).unwrap().violation_rate(), Some(0.0));
     }
 }

@@ -250,7 +250,7 @@ fn i5_a_block_that_is_free_twice_is_found() {
     bench.commit(&upload);
     let owner = bench.owners.of(GROUP).unwrap();
     owner.acquire(PhysicalBlock(0), Reference::Prefix).unwrap();
-    with_planted("owner_frees_shared", || {
+    with_planted("r54_r55_frees_shared", || {
         for kind in [Reference::Layer, Reference::Prefix] {
             assert_eq!(owner.release(PhysicalBlock(0), kind), Ok(true));
         }

@@ -72,7 +72,7 @@ fn f14_r50_r60_every_rank_commits_and_one_rank_twice_is_one_rank() {
     for ranks in [1, 2, 8, 64, 65] {
         assert_eq!(acks_to_commit(ranks, 64), 2 * ranks - 1);
     }
-    for fault in ["ledger_counts_acks", "ledger_first_rank_commits"] {
+    for fault in ["r60_counts_acks", "r50_r60_first_rank_commits"] {
         assert_ne!(
             with_planted(fault, || acks_to_commit(3, 64)),
             5,
@@ -100,9 +100,9 @@ fn r42_r44_a_zero_delta_takes_every_rank_and_moves_r_alone() {
     };
     assert_eq!(finalised(), ((1, 1, Some(2)), (1, 4, None)));
     for fault in [
-        "ledger_zero_delta_not_finalised",
-        "ledger_zero_delta_skips_ranks",
-        "ledger_zero_delta_moves_g",
+        "r42_zero_delta_not_finalised",
+        "r42_zero_delta_skips_ranks",
+        "r44_zero_delta_moves_g",
     ] {
         assert_ne!(
             with_planted(fault, finalised),
@@ -159,7 +159,7 @@ fn r45_every_part_of_the_key_names_the_operation() {
     }
     let mut other = super::tests::ledger(1);
     pending(&mut other, 1, 1, 64);
-    let taken = with_planted("ledger_knows_operations_by_number", || other.ack(b"a-b-c", &others[0]));
+    let taken = with_planted("r45_knows_operations_by_number", || other.ack(b"a-b-c", &others[0]));
     assert!(taken.is_ok(), "the planted fault is not seen");
 }
 
@@ -202,7 +202,7 @@ fn f10_r46_repeated_and_old_acknowledgements_change_nothing_and_are_counted() {
             }
         )
     );
-    let fault = "ledger_stale_ack_moves_back";
+    let fault = "r46_stale_ack_moves_back";
     assert_ne!(
         with_planted(fault, after),
         after(),
@@ -221,7 +221,7 @@ fn f13_r46_an_acknowledgement_of_an_earlier_life_is_ignored() {
     };
     assert_eq!(answer(), Ok(Acked::Ignored));
     assert_ne!(
-        with_planted("ledger_epoch_ignored", answer),
+        with_planted("r46_epoch_ignored", answer),
         answer(),
         "the planted fault is not seen"
     );
@@ -258,7 +258,7 @@ fn r47_a_retry_starts_no_second_upload() {
     };
     assert_eq!(uploads(), 1);
     assert_ne!(
-        with_planted("ledger_retry_uploads_again", uploads),
+        with_planted("r47_retry_uploads_again", uploads),
         1,
         "the planted fault is not seen"
     );
@@ -274,10 +274,7 @@ fn r49_a_request_is_its_whole_id() {
             .all(|name| ledger.state(name).is_none() && ledger.open(name, RequestEpoch(1)).is_ok())
     };
     assert!(apart());
-    assert!(
-        !with_planted("ledger_splits_ids", apart),
-        "the planted fault is not seen"
-    );
+    assert!(!with_planted("r49_splits_ids", apart), "the planted fault is not seen");
 }
 
 #[test]

@@ -93,7 +93,7 @@ fn r29_the_shortfall_is_filled_in_rank_order() {
     let second = || common(&layers).1.remove(1);
     assert_eq!(second(), (vec![3, 19], vec![19], 0));
     assert_ne!(
-        with_planted("plan_drop_rank_order", second),
+        with_planted("r29_drop_rank_order", second),
         second(),
         "the planted fault is not seen"
     );
@@ -105,7 +105,7 @@ fn f6_r31_pads_repeat_neither_want_nor_held_nor_each_other() {
     let second = || common(&layers).1.remove(1);
     assert_eq!(second(), (vec![2, 5, 8], vec![2, 8], 0));
     assert_ne!(
-        with_planted("plan_pad_duplicates", second),
+        with_planted("r31_pad_duplicates", second),
         second(),
         "the planted fault is not seen"
     );
@@ -127,7 +127,7 @@ fn f4_f5_r32_one_exhausted_tail_sends_all_layers_of_all_groups_to_the_full_plan(
     ];
     assert_eq!(rows(), (PlanKind::Full, full, None, Some(7)));
     assert_ne!(
-        with_planted("plan_no_full_fallback", rows),
+        with_planted("r32_no_full_fallback", rows),
         rows(),
         "the planted fault is not seen"
     );
@@ -139,7 +139,7 @@ fn r38_the_largest_id_may_be_anywhere() {
     let layers = [layer(0, &[2], &[1], &[127, 4, 3])];
     assert_eq!(max(&layers), Some(127));
     assert_ne!(
-        with_planted("plan_tail_last_is_max", || max(&layers)),
+        with_planted("r38_tail_last_is_max", || max(&layers)),
         Some(127),
         "the planted fault is not seen"
     );
@@ -156,7 +156,7 @@ fn r39_a_hole_is_no_member() {
     holes.held.pop();
     let rows = || common(&[holes.clone()]).1;
     assert_ne!(
-        with_planted("plan_hole_is_block_zero", rows),
+        with_planted("r39_hole_is_block_zero", rows),
         rows(),
         "the planted fault is not seen"
     );
@@ -183,7 +183,7 @@ fn r40_every_list_is_checked_against_the_sequence() {
     let beyond = [layer(4, &[1], &[], &[0, 8])];
     let planned = || plan(&mut Planner::new(), TableMode::PerLayer, 8, &beyond).is_ok();
     assert!(
-        !planned() && with_planted("plan_tail_unchecked", planned),
+        !planned() && with_planted("r40_tail_unchecked", planned),
         "the planted fault is not seen"
     );
     assert!(matches!(
@@ -259,7 +259,7 @@ fn f8_r25_inactive_layers_are_no_rows() {
         Some(plan.layers().map(|row| row.layer.get()).collect::<Vec<_>>())
     };
     assert_eq!(rows(), Some(vec![0, 2]));
-    let packed = with_planted("plan_packs_inactive_layers", rows);
+    let packed = with_planted("r25_packs_inactive_layers", rows);
     assert_eq!(packed, None, "the planted fault is not seen");
 }
 
@@ -294,7 +294,7 @@ fn r16_the_counts_of_a_plan_agree_with_its_lists() {
     let full = || check(&cut);
     assert_eq!(full(), (PlanKind::Full, false, vec![1, 0]));
     assert_ne!(
-        with_planted("plan_truncation_unsaid", full),
+        with_planted("r16_truncation_unsaid", full),
         full(),
         "the planted fault is not seen"
     );
@@ -313,7 +313,7 @@ fn r30_an_upload_is_ascending_whatever_the_order_of_want_and_tail() {
         );
     }
     assert_ne!(
-        with_planted("plan_order_of_want", || of(&wants[0])),
+        with_planted("r30_order_of_want", || of(&wants[0])),
         of(&wants[0]),
         "the planted fault is not seen"
     );

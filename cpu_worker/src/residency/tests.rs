@@ -204,7 +204,7 @@ fn r4_the_rows_of_an_upload_name_their_own_blocks_and_destinations() {
     };
     assert_eq!(rows(), [(10, vec![(42, 2)]), (11, vec![(51, 2), (52, 3)])]);
     assert_ne!(
-        with_planted("residency_shares_a_column", rows),
+        with_planted("r4_shares_a_column", rows),
         rows(),
         "the planted fault is not seen"
     );
@@ -241,6 +241,11 @@ fn r17_a_residency_names_its_life_its_slots_and_what_is_pending() {
     assert_eq!(bench.residency.replaced(), [], "what is appended replaces nothing");
     let (_, retain) = bench.stage_retain([&[0], &[0]]);
     assert_eq!(pending(&bench), (None, Some(retain.key())));
+    assert_ne!(
+        with_planted("r17_any_pending_is_an_upload", || pending(&bench)),
+        pending(&bench),
+        "the planted fault is not seen"
+    );
     bench.commit(&retain);
     assert_eq!((pending(&bench), bench.residency.staged_tables()), ((None, None), None));
     assert_eq!(
@@ -269,12 +274,18 @@ fn r43_i3_any_other_order_is_refused() {
     let mut bench = bench();
     let plan = bench.plan([&[1], &[]]);
     let operation = bench.stage([&[1], &[]]);
-    let again = bench.residency.stage_upload(&operation, &plan, &mut bench.owners);
+    let again = |bench: &Bench| {
+        let (mut residency, mut owners) = (bench.residency.clone(), bench.owners.clone());
+        residency.stage_upload(&operation, &plan, &mut owners)
+    };
+    let busy = StageError::Busy {
+        staged: operation.key(),
+    };
+    assert_eq!(again(&bench), Err(busy));
     assert_eq!(
-        again,
-        Err(StageError::Busy {
-            staged: operation.key()
-        })
+        with_planted("r43_stages_over_what_is_staged", || again(&bench)),
+        Ok(()),
+        "the planted fault is not seen"
     );
     bench.ack(&operation, 0);
     let Acked::Committed(evidence) = bench.ack(&operation, 1) else {

@@ -63,7 +63,7 @@ fn r51_the_table_is_rewritten_with_the_slots_that_are_kept() {
     let remap = || retain(&[layer(&[10, 11, 12], &[0, 2]), layer(&[10, 11, 12], &[0, 2])], true);
     assert_eq!(remap(), (RetainKind::SharedTableRemap, vec![vec![10, 12]; 2], vec![11]));
     assert_ne!(
-        with_planted("retain_prefix", remap),
+        with_planted("r51_prefix", remap),
         remap(),
         "the planted fault is not seen"
     );
@@ -131,13 +131,18 @@ fn r11_r51_any_kind_can_be_asked_for_and_a_shared_table_only_where_it_is_exact()
 #[test]
 fn r6_no_single_table_serves_layers_that_keep_different_slots() {
     let layers = [layer(&[10, 11, 12], &[0, 2]), layer(&[10, 11, 12], &[1, 2])];
-    let (kind, tables, released) = retain(&layers, true);
+    let remap = || retain(&layers, true);
     assert_eq!(
-        (kind, tables, released),
+        remap(),
         (RetainKind::LayerTableRemap, vec![vec![10, 12], vec![11, 12]], vec![])
     );
-    let (kind, _, released) = retain(&layers, false);
+    let moved = || retain(&layers, false);
+    let (kind, _, released) = moved();
     assert_eq!((kind, released), (RetainKind::ExistingByteMovePlan, vec![12]));
+    for plan in [&remap as &dyn Fn() -> _, &moved] {
+        let shared = with_planted("r6_one_table_for_all", plan);
+        assert_ne!(shared, plan(), "the planted fault is not seen");
+    }
 }
 
 #[test]
@@ -154,7 +159,7 @@ fn r9_every_plan_attends_what_its_layer_keeps_and_no_union() {
         })
     };
     assert!(exact());
-    assert!(!with_planted("retain_union", exact), "the planted fault is not seen");
+    assert!(!with_planted("r9_union", exact), "the planted fault is not seen");
 }
 
 #[test]
@@ -162,7 +167,7 @@ fn r7_r52_equal_sets_in_another_order_share_no_table() {
     let remap = || retain(&[layer(&[10, 11, 12], &[0, 2]), layer(&[10, 11, 12], &[2, 0])], true);
     assert_eq!(remap().0, RetainKind::LayerTableRemap);
     assert_ne!(
-        with_planted("retain_compare_as_sets", remap),
+        with_planted("r7_r52_compare_as_sets", remap),
         remap(),
         "the planted fault is not seen"
     );
@@ -173,7 +178,7 @@ fn r53_a_shared_table_keeps_the_resident_order() {
     let remap = || retain(&[layer(&[10, 11, 12], &[2, 0]), layer(&[10, 11, 12], &[2, 0])], true);
     assert_eq!(remap().0, RetainKind::LayerTableRemap);
     assert_ne!(
-        with_planted("retain_any_order", remap),
+        with_planted("r53_any_order", remap),
         remap(),
         "the planted fault is not seen"
     );
@@ -208,7 +213,7 @@ fn r53_epoch_generation_bounds_and_repeats_are_checked_in_this_order() {
     };
     assert!(matches!(error(&stale), RetainError::StaleGeneration { .. }));
     assert!(
-        with_planted("retain_generation_unchecked", || matches!(
+        with_planted("r53_generation_unchecked", || matches!(
             error(&stale),
             RetainError::Valid { .. }
         )),
@@ -235,10 +240,12 @@ fn r53_epoch_generation_bounds_and_repeats_are_checked_in_this_order() {
 
 #[test]
 fn r56_disjoint_keeps_move_nothing_and_release_nothing() {
-    let layers = [layer(&[10, 11], &[0]), layer(&[10, 11], &[1])];
-    assert_eq!(
-        retain(&layers, true),
-        (RetainKind::LayerTableRemap, vec![vec![10], vec![11]], vec![])
+    let remap = || retain(&[layer(&[10, 11], &[0]), layer(&[10, 11], &[1])], true);
+    assert_eq!(remap(), (RetainKind::LayerTableRemap, vec![vec![10], vec![11]], vec![]));
+    assert_ne!(
+        with_planted("r56_one_layer_decides", remap),
+        remap(),
+        "the planted fault is not seen"
     );
 }
 
@@ -256,7 +263,7 @@ fn r61_recent_partial_draft_and_window_blocks_are_never_released() {
     };
     assert_eq!(released(), [PhysicalBlock(11)]);
     assert_ne!(
-        with_planted("retain_clears_protected", released),
+        with_planted("r61_clears_protected", released),
         released(),
         "the planted fault is not seen"
     );

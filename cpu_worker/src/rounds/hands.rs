@@ -6,6 +6,7 @@ use std::sync::Arc;
 use kvsluice_layout::ids::{BlockCount, OperationId, Position, Rank, SelectionRevision, SourceBlock};
 use kvsluice_layout::plan::PlanDraft;
 use kvsluice_layout::planes::GeometryMap;
+use kvsluice_layout::planted::planted;
 use kvsluice_transport::clock::Clock;
 use kvsluice_transport::producer::{Producer, PublishError};
 use kvsluice_transport::shared::{Shared, SharedMut};
@@ -121,11 +122,17 @@ impl<C: SharedMut, R: Shared, P: SharedMut> Hands<C, R, P> {
         request: &mut Request,
         bytes: u64,
     ) -> Result<(Submission, Operation<Pending>), RoundsError> {
+        // R23, R48: a resumed upload leads where the first attempt did.
+        let revision = if planted("r23_r48_each_attempt_is_a_selection") {
+            request.issued.1
+        } else {
+            request.residency.revision()
+        };
         let submission = Submission {
             request_epoch: request.residency.request_epoch(),
             operation: OperationId(request.operation.get() + 1),
             pool_generation: request.residency.pool_generation(),
-            revision: SelectionRevision(request.residency.revision().get() + 1),
+            revision: SelectionRevision(revision.get() + 1),
             bytes,
         };
         match self.ledger.submit(&request.id, &submission)? {

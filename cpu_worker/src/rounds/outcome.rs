@@ -1,11 +1,13 @@
 //! What follows from the end of an operation: commit on every rank's Done, abort else (R50, R57, R59, X15).
 
+use kvsluice_layout::planted::planted;
 use kvsluice_layout::record::{Kind, Terminal};
 use kvsluice_transport::producer::Completion;
 use kvsluice_transport::shared::{Shared, SharedMut};
 
 use super::error::RoundsError;
 use super::hands::Hands;
+use super::options::Sources;
 use super::request::{Ending, Request, Retaining, Step, Transfer};
 use super::retention::add_us;
 use super::upload::planned_bytes;
@@ -91,8 +93,15 @@ impl<C: SharedMut, R: Shared, P: SharedMut> Hands<C, R, P> {
             *slots = table.valid().get();
         }
         let costs = &mut request.record.costs;
-        costs.blocks_released += retired.released().len() as u64; // R66: apart from the bytes that moved
-        costs.gpu_compaction_bytes = costs.gpu_compaction_bytes.saturating_add(completion.bytes_moved); // X33
+        // R1: what moved is what the ranks report, also where the CPU gathers nothing.
+        let moved = match self.options.sources {
+            Sources::SourceOnly if planted("r1_source_only_moves_nothing") => 0,
+            _ => completion.bytes_moved,
+        };
+        costs.gpu_compaction_bytes = costs.gpu_compaction_bytes.saturating_add(moved); // X33
+        if moved > 0 || !planted("r66_released_where_bytes_moved") {
+            costs.blocks_released += retired.released().len() as u64; // R66: apart from the bytes that moved
+        }
         let retain_us = &mut costs.retain_us;
         let device_ns = completion.device_ns;
         if device_ns > 0 {

@@ -171,6 +171,33 @@ fn r43_r57_f12_rounds_of_many_requests_bring_the_right_bytes_and_leave_nothing()
 }
 
 #[test]
+fn r1_r2_r66_source_only_gathers_nothing_and_moves_much_and_blocks_are_released_whether_bytes_move_or_not() {
+    let costs = |keeping| {
+        let options = WorkloadOptions { keeping, ..few(30) };
+        assert_eq!(options.sources, Sources::SourceOnly);
+        let (_, tally) = Bench::new(&sample(96, 128, 0), RING, options).play();
+        let costs = tally.costs;
+        let gathered = [costs.cpu_gather_bytes, costs.cpu_destination_bytes];
+        let others = [costs.h2d_bytes, costs.metadata_bytes, costs.blocks_released];
+        (gathered, costs.gpu_compaction_bytes > 0, others.map(|cost| cost > 0))
+    };
+    let both = || [Keeping::ByteMove, Keeping::Auto].map(costs);
+    let apart = [true, false].map(|moved| ([0, 0], moved, [true; 3]));
+    assert_eq!(both(), apart);
+    for fault in [
+        "r1_source_only_moves_nothing",
+        "r2_h2d_is_what_was_gathered",
+        "r66_released_where_bytes_moved",
+    ] {
+        assert_ne!(
+            with_planted(fault, both),
+            apart,
+            "the planted fault {fault} is not seen"
+        );
+    }
+}
+
+#[test]
 fn x8_r25_field_32_groups_of_every_kind_go_through_with_aliases_and_windows() {
     let geometry = preset("sample-hybrid").unwrap();
     for keeping in [Keeping::Auto, Keeping::ByteMove] {
@@ -208,7 +235,11 @@ fn x15_r47_r59_f11_aborts_retries_and_early_finishes_leave_nothing_and_change_no
 fn x14_an_early_release_shows_as_wrong_bytes_at_the_destination() {
     let run = || Bench::new(&sample(40, 128, 0), RING, few(40)).play().0.mismatched;
     assert_eq!(run(), 0);
-    assert_ne!(with_planted("early_release", run), 0, "the planted fault is not seen");
+    assert_ne!(
+        with_planted("r26_early_release", run),
+        0,
+        "the planted fault is not seen"
+    );
 }
 
 #[test]

@@ -128,7 +128,11 @@ fn x14_a_leased_frame_is_not_filled_again_however_old_it_is() {
         bench.mismatches(GROUP, leased, 100)
     };
     assert_eq!(run(), 0);
-    assert_ne!(with_planted("early_release", run), 0, "the planted fault is not seen");
+    assert_ne!(
+        with_planted("r26_early_release", run),
+        0,
+        "the planted fault is not seen"
+    );
 }
 
 #[test]

@@ -47,19 +47,19 @@ fn f10_f11_f12_f13_f14_random_rounds_keep_every_invariant() {
 fn each_planted_fault_breaks_an_invariant() {
     let faults = [
         ("driver_settles_early", "I"),
-        ("ledger_counts_acks", ""),
-        ("ledger_epoch_ignored", ""),
-        ("ledger_first_rank_commits", ""),
-        ("ledger_retry_uploads_again", "retry"),
-        ("ledger_splits_ids", ""),
-        ("ledger_stale_ack_moves_back", "I4"),
-        ("ledger_zero_delta_moves_g", ""),
-        ("ledger_zero_delta_not_finalised", ""),
-        ("ledger_zero_delta_skips_ranks", ""),
-        ("owner_frees_shared", ""),
-        ("owner_ignores_prefix", ""),
-        ("owner_ignores_transfers", ""),
-        ("residency_abort_keeps_tables", "I7"),
+        ("r60_counts_acks", ""),
+        ("r46_epoch_ignored", ""),
+        ("r50_r60_first_rank_commits", ""),
+        ("r47_retry_uploads_again", "retry"),
+        ("r49_splits_ids", ""),
+        ("r46_stale_ack_moves_back", "I4"),
+        ("r44_zero_delta_moves_g", ""),
+        ("r42_zero_delta_not_finalised", ""),
+        ("r42_zero_delta_skips_ranks", ""),
+        ("r54_r55_frees_shared", ""),
+        ("r54_ignores_prefix", ""),
+        ("r54_ignores_transfers", ""),
+        ("r59_abort_keeps_tables", "I7"),
     ];
     for (fault, expected) in faults {
         let outcome = with_planted(fault, || (0..4).try_for_each(|seed| run(seed, 4_000).map(|_| ())));

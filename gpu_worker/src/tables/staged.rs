@@ -276,6 +276,11 @@ impl Staged {
             .get_mut(layer.index())
             .ok_or(TableFault::Unknown { found: layer.0 })?
             .set(table);
+        // R8: the owner set is no table's, and stays.
+        if planted("r8_a_table_is_the_owner_set") {
+            of.owned = table.pairs.iter().map(|pair| pair.destination).collect();
+            self.unsettled = true;
+        }
         Ok(())
     }
 

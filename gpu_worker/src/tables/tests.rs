@@ -89,6 +89,24 @@ fn r51_a_shared_table_is_rewritten_with_the_kept_slots() {
 }
 
 #[test]
+fn r8_a_new_table_of_a_layer_changes_no_owner() {
+    let owned = || {
+        let mut store = holding(b"a", &[10, 11, 12]);
+        let mut staged = store.stage(b"a", &operation(2, 2)).unwrap();
+        let kept = pairs(&[(0, 10), (2, 12)]);
+        staged.remap_layer(DecoderLayer(0), new_table(&kept, 8)).unwrap();
+        store.swap(staged).unwrap();
+        store.get(b"a").unwrap().owned(GROUP).to_vec()
+    };
+    assert_eq!(owned(), [10, 11, 12]);
+    assert_ne!(
+        with_planted("r8_a_table_is_the_owner_set", owned),
+        owned(),
+        "the planted fault is not seen"
+    );
+}
+
+#[test]
 fn r6_r8_layers_keep_different_slots_and_the_owner_set_is_apart() {
     let mut store = holding(b"a", &[10, 11, 12]);
     let mut staged = store.stage(b"a", &operation(2, 2)).unwrap();

@@ -259,6 +259,12 @@ fn r3_k_equal_n_is_fine_with_source_only_and_leaves_no_copies() {
         ..no_source_only()
     };
     assert_eq!(sources.negotiate(), Ok((IN_PLACE, false)));
+    #[cfg(feature = "planted")]
+    assert_eq!(
+        crate::planted::with_planted("r3_copies_without_a_gather_region", || sources.negotiate()),
+        Ok((BOTH, false)),
+        "the planted fault is not seen"
+    );
 }
 
 #[test]

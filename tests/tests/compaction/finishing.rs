@@ -25,7 +25,7 @@ fn f11_f12_requests_that_finish_while_they_upload_end_after_it_and_leave_the_poo
         }
     };
     run();
-    for fault in ["owner_frees_shared", "owner_ignores_transfers"] {
+    for fault in ["r54_r55_frees_shared", "r54_ignores_transfers"] {
         assert!(goes_red(fault, run), "the planted fault {fault} is not seen");
     }
 }

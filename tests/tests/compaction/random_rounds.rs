@@ -55,8 +55,8 @@ fn each_planted_fault_shows_in_random_rounds() {
     };
     for (fault, keeping) in [
         ("moves_in_one_batch", Keeping::ByteMove),
-        ("residency_abort_keeps_tables", Keeping::Auto),
-        ("retain_prefix", Keeping::Auto),
+        ("r59_abort_keeps_tables", Keeping::Auto),
+        ("r51_prefix", Keeping::Auto),
         ("x11_first_rank_completes", Keeping::Auto),
         ("x8_skip_shard", Keeping::Auto),
     ] {

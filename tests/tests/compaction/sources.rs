@@ -61,7 +61,7 @@ fn r26_f16_a_source_is_not_filled_again_before_the_transfer_that_reads_it_has_en
         rig.finish();
     };
     run();
-    assert!(goes_red("early_release", run), "the planted fault is not seen");
+    assert!(goes_red("r26_early_release", run), "the planted fault is not seen");
 }
 
 /// sample-hybrid, and the same with layer 1 in another group than it is.

@@ -147,7 +147,7 @@ fn x14_a_source_that_is_released_early_shows_as_wrong_bytes() {
         "--device-blocks=512",
     ];
     let args = [&pressure[..], &["--requests=60"]].concat();
-    let ended = run(&args, "early_release");
+    let ended = run(&args, "r26_early_release");
     assert_eq!(ended.code, Some(1), "{}", ended.log);
     assert!(ended.number("/mismatched_bytes") > 0, "{}", ended.log);
     assert!(

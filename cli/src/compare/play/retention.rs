@@ -7,9 +7,10 @@ use kvsluice_cpu_worker::selection::{BlockSelection, LayerSelection};
 use kvsluice_cpu_worker::table::LayerTable;
 use kvsluice_layout::ids::{DecoderLayer, GroupId, LogicalBlock, PhysicalBlock, ResidentSlot};
 use kvsluice_layout::plan;
+use kvsluice_layout::planted::planted;
 use kvsluice_layout::record::{NEW_SLOT, Pair, RetainMode};
 
-use super::{EPOCH, GENERATION, Player, REQUEST, header_of, layer_bytes};
+use super::{EPOCH, GENERATION, Player, REQUEST, Sources, header_of, layer_bytes};
 
 impl Player<'_> {
     /// Keeps what a selection wants and what came with its upload, in the way that is asked for (R57).
@@ -45,13 +46,20 @@ impl Player<'_> {
             .admit(running)
             .map_err(|(_, why)| why)?;
         let retention = retention.quiesce(Outstanding::default()).map_err(|(_, why)| why)?;
-        self.costs.gpu_compaction_bytes += self.publish()?;
+        // R1: what moved is what the ranks report, also where the CPU gathers nothing.
+        let moved = match (self.publish()?, self.way.sources) {
+            (_, Sources::SourceOnly) if planted("r1_source_only_moves_nothing") => 0,
+            (moved, _) => moved,
+        };
+        self.costs.gpu_compaction_bytes += moved;
         let committed = self.acknowledge(&operation)?;
         let retention = retention.apply(&affected).map_err(|(_, why)| why)?;
         let retired = retention
             .commit(&committed, &mut self.residency, &mut self.owners)
             .map_err(|(_, why)| why)?;
-        self.blocks_released += retired.released().len() as u64; // R66
+        if moved > 0 || !planted("r66_released_where_bytes_moved") {
+            self.blocks_released += retired.released().len() as u64; // R66: whether bytes moved or not
+        }
         for (slots, table) in self.device_slots.iter_mut().zip(self.residency.tables()) {
             *slots = table.valid().get();
         }
