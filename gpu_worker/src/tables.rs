@@ -3,7 +3,8 @@
 //! Two things are kept apart (R8): per layer, or shared by a group's layers, the *table*, physical blocks in slot order
 //! with a count of valid tokens; and per group the *owner set*, the blocks that belong to the request. An operation
 //! stages its changes ([`TableStore::stage`], [`Staged`]), lets the device write the new image, and then swaps all of
-//! them in at once ([`TableStore::swap`]); until then, and after a failure, the old state stands (R57, R59).
+//! them in at once ([`TableStore::swap`]); until then, and after a failure, the old state stands (R57, R59). What the device
+//! has after a failure is undefined: the worker is of no pool generation then, until a Reset.
 //!
 //! Equal state has an equal digest on every rank (I9): it is a hash of the state alone, never of a rank's own addresses
 //! or of the order in which requests came.

@@ -7,8 +7,9 @@
 mod job;
 mod verify;
 
-use kvsluice_layout::ids::{Position, Rank};
+use kvsluice_layout::ids::{PoolGeneration, Position, Rank};
 use kvsluice_layout::planes::GeometryMap;
+use kvsluice_layout::planted::planted;
 use kvsluice_layout::record::{Kind, Terminal};
 use kvsluice_layout::refusal::Refusal;
 use kvsluice_transport::death;
@@ -320,7 +321,11 @@ impl<C: Shared, R: SharedMut, D: Device> Worker<C, R, D> {
     }
 
     fn finish(&mut self, mut job: Job, outcome: &Outcome) {
-        job.close(&mut self.hands);
+        if job.close(&mut self.hands) && !planted("r59_x25_undefined_tables_are_reported") {
+            // Attention may read tables that nobody else knows of, with blocks that are somebody else's: of no generation
+            // until a Reset, so that no plan passes and no successor adopts what this rank reports.
+            self.port.set_generation(PoolGeneration(0)); // before the terminal
+        }
         let counts = &mut self.hands.counts;
         match job.kind() {
             Kind::Upload => counts.bytes_h2d += outcome.bytes_moved,

@@ -365,13 +365,14 @@ impl<C: Shared, R: SharedMut> Port<C, R> {
         }
     }
 
-    /// Sets the generation of this rank's device pool: the Reset of it is about to be answered (X24a).
+    /// Sets the generation of this rank's device pool: the Reset of it is about to be answered (X24a), or a change of
+    /// tables has failed, and no generation (0) holds until the next Reset.
     pub fn set_generation(&mut self, generation: PoolGeneration) {
         self.generation = generation;
         if planted("x24a_generation_not_stored") {
             return;
         }
-        // pairs with: producer::Producer::refresh_open, after the Reset's terminal
+        // pairs with: producer::Producer::refresh_open, after the terminal
         self.rank.store_release(RANK_GENERATION_AT, generation.0);
     }
 

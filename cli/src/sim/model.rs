@@ -87,9 +87,23 @@ struct Seat {
     first: u64,
     consumed: u64,
     generation: u64,
+    left: Option<Left>,
     wild: bool,
     /// Its device fails at times.
     faulty: bool,
+}
+
+/// A rank has left its generation, because a change of its tables failed (R59).
+#[derive(Clone, Copy)]
+struct Left {
+    /// The one that it was at.
+    generation: u64,
+    /// What it had consumed.
+    consumed: u64,
+    /// The change that failed.
+    cause: Option<u64>,
+    /// The producer has heard of it.
+    known: bool,
 }
 
 /// Users of one block.
@@ -229,10 +243,7 @@ impl Model {
     /// The producer accepted a plan at `position`; no reader may see it yet.
     pub(super) fn accepted(&mut self, spec: Spec, position: u64, generation: u64) -> Result<(), Violation> {
         if spec.is_data() {
-            let open = (0..self.ranks).all(|rank| {
-                self.seat(rank)
-                    .is_some_and(|seat| seat.wild || seat.generation == generation)
-            });
+            let open = (0..self.ranks).all(|rank| self.seat(rank).is_some_and(|seat| seat.is_at(generation)));
             check(
                 open,
                 "X24 data records pass only when every rank is present at the generation",
@@ -558,6 +569,8 @@ impl Model {
             format!("{completion:?}")
         })?;
         record.reported = incarnation;
+        let left = self.seats.iter_mut().flatten().filter_map(|seat| seat.left.as_mut());
+        left.for_each(|left| left.known |= left.cause == Some(position));
         let operation = record.spec.as_ref().map_or(0, |spec| match spec.kind {
             Kind::Reset => 0,
             _ => spec.operation,

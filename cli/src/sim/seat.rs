@@ -9,7 +9,7 @@ use fastrand::Rng;
 use kvsluice_gpu_worker::copy::HostPool;
 use kvsluice_gpu_worker::device::adversary::Adversary;
 use kvsluice_gpu_worker::device::host::{HostDevice, HostEngine, KernelMemory, KernelState, Stepper, TableView};
-use kvsluice_gpu_worker::device::{Access, Device, DeviceSpec, HostSpan};
+use kvsluice_gpu_worker::device::{Access, Device, DeviceSpec, HostSpan, TABLE_POISON, TableSlot};
 use kvsluice_gpu_worker::tables::{ROW_HEADER_WORDS, TableLimits, TableStore};
 use kvsluice_gpu_worker::worker::{Step, Verifier, Verify, Worker, WorkerSpec};
 use kvsluice_layout::content;
@@ -94,6 +94,8 @@ pub(super) struct Seat {
     rank: u32,
     /// What readers saw change under them.
     torn: Arc<AtomicU64>,
+    /// Tables that the device has otherwise than the worker reports them.
+    unlike: Arc<AtomicU64>,
 }
 
 /// How a worker's step ended.
@@ -172,6 +174,7 @@ impl Seat {
             stopped_until: 0,
             rank,
             torn: Arc::default(),
+            unlike: Arc::default(),
         })
     }
 
@@ -226,7 +229,13 @@ impl Seat {
         let torn = self.torn.load(Ordering::Relaxed);
         check(torn == 0, "X19 R57 compute reads what stands", || {
             format!("rank {}: {torn} reads saw blocks or tables change", self.rank)
-        })
+        })?;
+        let unlike = self.unlike.load(Ordering::Relaxed);
+        check(
+            unlike == 0,
+            "X25 the device has the tables that its rank reports",
+            || format!("rank {}: {unlike} tables are others", self.rank),
+        )
     }
 
     /// Every table is of the worker's generation: an earlier Reset left nothing (X24a).
@@ -304,6 +313,45 @@ impl Seat {
             }
         };
         self.engine.launch(kernel).is_ok()
+    }
+
+    /// The engine looks at every table that the worker reports. Nothing is in flight, and what changes a table from now on
+    /// waits for this kernel.
+    pub(super) fn launch_auditor(&self) {
+        let tables = self.worker.tables();
+        let mut reported = Vec::new();
+        for view in tables.export() {
+            for layer in 0..LAYERS.len() as u32 {
+                let table = tables.table(view.request(), DecoderLayer(layer));
+                let (blocks, valid_tokens) = table.unwrap_or_default();
+                reported.push((
+                    view.slot(),
+                    layer * (ROW_HEADER_WORDS + DEVICE_BLOCKS),
+                    valid_tokens,
+                    blocks.to_vec(),
+                ));
+            }
+        }
+        let unlike = Arc::clone(&self.unlike);
+        let kernel = move |memory: &KernelMemory<'_>| {
+            let differs = |(slot, row, valid_tokens, blocks): &(TableSlot, u32, u32, Vec<u32>)| {
+                let Some(view) = memory.table(*slot) else { return true };
+                let word = |index| memory.word(view, row + index);
+                match (word(1), blocks.as_slice()) {
+                    (Some(0 | TABLE_POISON), []) => false, // a request that has no table yet
+                    (count, blocks) => {
+                        let ids = (ROW_HEADER_WORDS..).map(word).take(blocks.len());
+                        word(0) != Some(*valid_tokens)
+                            || count != Some(blocks.len() as u32)
+                            || !ids.eq(blocks.iter().copied().map(Some))
+                    }
+                }
+            };
+            let others = reported.iter().filter(|row| differs(row)).count();
+            unlike.fetch_add(others as u64, Ordering::Relaxed);
+            KernelState::Finished
+        };
+        let _ = self.engine.launch(kernel); // a full queue: another time
     }
 
     /// The engine launches compute that gives blocks new content, plane by plane: what a write-back is to save (D6).

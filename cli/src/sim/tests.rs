@@ -7,16 +7,17 @@ use super::{Report, simulate};
 const SEEDS: u64 = 60;
 const STEPS: u64 = 30_000;
 /// Seeds that a planted fault has to be found in.
-const SEEDS_PER_FAULT: u64 = 120;
+const SEEDS_PER_FAULT: u64 = 300;
 
 /// Each alone breaks a rule, at the place where production enforces it.
 ///
 /// Not among them: `no_reader_fence`. A block gets free only by a Retain or a Reset, whose own fence its readers have
 /// passed, so the upload's fence is the second line of defence here; it is seen red in `gpu_worker/src/readers`.
-const FAULTS: [&str; 28] = [
+const FAULTS: [&str; 29] = [
     "d6_no_compute_fence",
     "failure_as_success",
     "r57_no_reader_fence",
+    "r59_x25_undefined_tables_are_reported",
     "table_in_place",
     "x9_skip_in_flight",
     "x10_commit_early",

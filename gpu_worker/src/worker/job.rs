@@ -123,19 +123,20 @@ impl Job {
         }
     }
 
-    /// Gives back what the job holds on the device, at its terminal.
-    pub(super) fn close<D: Device>(&mut self, hands: &mut Hands<D>) {
+    /// Gives back what the job holds on the device, at its terminal. True where a change of tables ends that the device
+    /// may have made, and the store has not.
+    #[must_use]
+    pub(super) fn close<D: Device>(&mut self, hands: &mut Hands<D>) -> bool {
         hands.give(self.ticket.position());
         if let Stage::Copying(event) | Stage::Settling(event) = std::mem::replace(&mut self.stage, Stage::Applying) {
             hands.device.release(event);
         }
-        if let Some(staged) = self.staged.take() {
-            hands.tables.discard(staged);
-        }
+        let undefined = self.staged.take().map(|staged| hands.tables.discard(staged)).is_some();
         if let Some(writer) = self.writer.take() {
             hands.readers.retire(&mut hands.device, writer);
         }
         hands.verifier.give_up(self.ticket.position(), &mut hands.device);
+        undefined
     }
 
     /// Moves the job on. `alone`: no other job is open. `target_open`: what an Abort names is not terminal yet.

@@ -425,6 +425,52 @@ fn r59_an_operation_that_cannot_be_verified_fails_and_changes_no_table() {
 }
 
 #[test]
+fn r59_x24a_x25_a_change_of_tables_that_fails_leaves_the_rank_without_a_generation_until_a_reset() {
+    // A byte move gives block 7 to the request. Where it fails, the device may have a table that names 7, which is free
+    // again: nothing may be written there before a Reset, whoever the producer is.
+    let play = |at| {
+        let mut pair = filled("sample", Adversary::late(12).with(at, Fault::FailCopy));
+        let drafts = [
+            pair.upload(1, &[(3, 5)]),
+            retain(&pair, 2, RetainMode::LayerTables, &[(NEW_SLOT, 5)], &[tag(3)]),
+            retain(&pair, 3, RetainMode::ByteMove, &[(5, 7)], &[tag(3)]),
+        ];
+        let failed = drafts
+            .iter()
+            .position(|draft| pair.run(draft).terminal != Terminal::Done)?;
+        let left = (pair.worker.port().generation(), pair.producer.closed().is_some());
+        let mut reset = PlanDraft::new();
+        reset.reset(PoolGeneration(2));
+        assert_eq!(pair.run(&reset).terminal, Terminal::Done, "submit {at}");
+        assert_eq!(pair.worker.port().generation(), PoolGeneration(2), "submit {at}");
+        assert_eq!(pair.producer.closed(), None, "submit {at}");
+        Some((failed, left))
+    };
+    let all = || (0..).map_while(play).collect::<Vec<_>>();
+    let ended = all();
+    for (at, (failed, left)) in ended.iter().enumerate() {
+        let expected = match failed {
+            0 => (PoolGeneration(1), false), // an upload changes no table
+            _ => (PoolGeneration(0), true),
+        };
+        assert_eq!(*left, expected, "submit {at}, draft {failed}");
+    }
+    for draft in 0..3 {
+        assert!(
+            ended.iter().any(|(failed, _)| *failed == draft),
+            "draft {draft} never failed"
+        );
+    }
+    let planted = with_planted("r59_x25_undefined_tables_are_reported", all);
+    assert!(
+        planted
+            .iter()
+            .all(|(_, (generation, closed))| (generation.0, *closed) == (1, false)),
+        "the planted fault"
+    );
+}
+
+#[test]
 fn x24a_a_reset_is_done_whatever_failed_before_it() {
     // By submit that fails: how the Resets ended that came then. Compute waits for new tables, so what fails there is
     // passed on to compute, and from there by the next fence to the copies.

@@ -209,6 +209,8 @@ impl<C: SharedMut, R: Shared> Producer<C, R> {
         match kind {
             Kind::Reset => self.refresh_open(),
             Kind::Abort => self.abort_ended(target),
+            // A rank whose change of tables failed has left its generation before it answered (X24a).
+            _ if worst >= Terminal::Rejected => self.refresh_open(),
             _ => {}
         }
     }

@@ -3,7 +3,7 @@
 use kvsluice_layout::record::Kind;
 use kvsluice_layout::region::{CONSUMED_AT, RANK_GENERATION_AT, SLOTS_AT};
 
-use super::{Answer, DONE, FAILED, Model, REJECTED, Record, SUPERSEDED, Seat, Violation, check};
+use super::{Answer, DONE, FAILED, Left, Model, REJECTED, Record, SUPERSEDED, Seat, Violation, check};
 use crate::sim::memory::Stored;
 
 impl Model {
@@ -18,6 +18,7 @@ impl Model {
                 first,
                 consumed: first,
                 generation: 0,
+                left: None,
                 wild: false,
                 faulty,
             });
@@ -140,7 +141,7 @@ impl Model {
                     word,
                 } => {
                     if let Some(Some(seat)) = self.seats.get_mut(rank as usize) {
-                        seat.generation = word;
+                        seat.stores_generation(word);
                     }
                 }
                 Stored::Commit { at, line } => self.answered(rank, at, &line)?,
@@ -173,7 +174,9 @@ impl Model {
         let position = commit.wrapping_sub(1);
         let status = (status & 0xff) as u8;
         let Some(seat) = self.seat(rank) else { return Ok(()) };
-        let (consumed, generation, epoch, faulty) = (seat.consumed, seat.generation, seat.epoch, seat.faulty);
+        let (consumed, epoch, faulty) = (seat.consumed, seat.epoch, seat.faulty);
+        let generation = seat.generation_of(position);
+        let leaves = seat.left.is_some_and(|left| left.cause.is_none());
         let Some(record) = self.records.get(&position) else {
             return check(false, "X12 an answer answers a record", || {
                 format!("rank {rank} at {position}")
@@ -207,6 +210,12 @@ impl Model {
                 stale == (status == REJECTED),
                 "X24a exactly the records of another generation are rejected",
                 || format!("{}, the rank is at {generation}", said()),
+            )?;
+            let changes = matches!(spec.kind, Kind::Keep | Kind::Retain) && status == FAILED;
+            check(
+                !leaves || changes,
+                "R59 a rank leaves its generation where a change of tables fails",
+                said,
             )?;
             let ended = record.aborted || self.last_reset > position;
             check(
@@ -248,8 +257,42 @@ impl Model {
         {
             *answer = Answer::Given(status, digest);
         }
+        if let Some(Some(seat)) = self.seats.get_mut(rank as usize)
+            && let Some(left) = &mut seat.left
+        {
+            left.cause.get_or_insert(position);
+        }
         self.seen.answers += 1;
         self.settle(position);
         Ok(())
+    }
+}
+
+impl Seat {
+    fn stores_generation(&mut self, generation: u64) {
+        let (was, consumed) = (self.generation, self.consumed);
+        self.generation = generation;
+        if generation > 0 {
+            self.left = None;
+        } else if was > 0 {
+            self.left = Some(Left {
+                generation: was,
+                consumed,
+                cause: None,
+                known: false,
+            });
+        }
+    }
+
+    /// The generation that the rank was at when it consumed the record at `position`.
+    fn generation_of(&self, position: u64) -> u64 {
+        let before = self.left.filter(|left| position < left.consumed);
+        before.map_or(self.generation, |left| left.generation)
+    }
+
+    /// Whether the producer may take it for one at `generation`.
+    pub(super) fn is_at(&self, generation: u64) -> bool {
+        let unheard = self.left.filter(|left| !left.known);
+        self.wild || self.generation == generation || unheard.is_some_and(|left| left.generation == generation)
     }
 }

@@ -50,6 +50,7 @@ impl World {
     /// Checks what must hold when nothing is in flight.
     pub(in crate::sim) fn check_settled(&mut self) -> Result<(), Violation> {
         self.tally.drains += 1;
+        self.audit();
         self.model.drained()?;
         let Some(process) = &self.producer else { return Ok(()) };
         let leased = process.producer.leases().leased_blocks();

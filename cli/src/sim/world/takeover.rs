@@ -9,6 +9,7 @@ use kvsluice_transport::producer::Producer;
 use super::{Place, Process, World};
 use crate::sim::client::{Client, Mode, Request};
 use crate::sim::model::{Violation, check};
+use crate::sim::seat::Seat;
 use crate::sim::shape::{GROUPS, LAYERS};
 
 impl World {
@@ -128,9 +129,20 @@ impl World {
                 Mode::Running
             }
         };
+        if process.client.mode == Mode::Running {
+            self.audit();
+        }
+        let Some(process) = &self.producer else { return Ok(()) };
         self.history
             .add("recovered", u64::from(process.client.mode == Mode::Running), 0);
         Ok(())
+    }
+
+    /// Every device is asked for the tables that its worker reports.
+    pub(super) fn audit(&self) {
+        (0..self.ranks())
+            .filter_map(|rank| self.seat(rank))
+            .for_each(Seat::launch_auditor);
     }
 
     /// The requests that the workers report, where all of them report the same and are sound.
