@@ -32,6 +32,9 @@ pub(crate) struct CleanArgs {
     /// Remove the named segments in DIR as well
     #[arg(long, value_name = "DIR", requires = "channels")]
     persist: Option<PathBuf>,
+    /// Users besides this one whose channels these are
+    #[arg(long, value_name = "UID[,UID]", value_delimiter = ',')]
+    allow_uid: Vec<u32>,
     /// Only list
     #[arg(long)]
     list: bool,
@@ -39,7 +42,7 @@ pub(crate) struct CleanArgs {
 
 /// Lists or cleans.
 pub(crate) fn run(args: &CleanArgs) -> anyhow::Result<Exit> {
-    let runtime = open(args.runtime_dir.as_deref())?;
+    let runtime = open(args.runtime_dir.as_deref(), &args.allow_uid)?;
     if args.list {
         for found in list(&runtime)? {
             let state = if found.is_live() { "live" } else { "stale" };
@@ -81,7 +84,7 @@ pub(crate) fn run(args: &CleanArgs) -> anyhow::Result<Exit> {
 
 /// Removes what the channel of a `run` left, after all of its processes have ended.
 pub(crate) fn after_run(runtime_dir: Option<&Path>, name: &ChannelName) -> anyhow::Result<()> {
-    let runtime = open(runtime_dir)?;
+    let runtime = open(runtime_dir, &[])?;
     if runtime.channels()?.contains(name)
         && let Cleaned::Live { role, holder } = clean_one(&runtime, name, None)?
     {
@@ -90,9 +93,10 @@ pub(crate) fn after_run(runtime_dir: Option<&Path>, name: &ChannelName) -> anyho
     Ok(())
 }
 
-fn open(runtime_dir: Option<&Path>) -> anyhow::Result<RuntimeDir> {
+fn open(runtime_dir: Option<&Path>, allowed: &[u32]) -> anyhow::Result<RuntimeDir> {
     let path = RuntimeDir::choose(runtime_dir);
-    RuntimeDir::open(&path, &Peers::default()).with_context(|| format!("runtime folder {}", path.display()))
+    RuntimeDir::open(&path, &Peers::with(allowed.iter().copied()))
+        .with_context(|| format!("runtime folder {}", path.display()))
 }
 
 fn clean_one(runtime: &RuntimeDir, name: &ChannelName, persist: Option<&Path>) -> anyhow::Result<Cleaned> {

@@ -44,6 +44,7 @@ pub(crate) fn cpu_worker(args: &CpuWorkerArgs) -> anyhow::Result<Exit> {
     let workload = args.workload.options(args.verify.verify, &geometry)?;
     let options = ProducerOptions {
         runtime_dir: args.place.runtime_dir.clone(),
+        allowed_uids: args.side.allow_uid.clone(),
         ring_bytes: args.segments.ring(&geometry)?,
         residence: args.segments.residence(),
         attach_patience_ms: args.side.attach_patience().as_millis() as u64,

@@ -50,6 +50,7 @@ pub(crate) fn gpu_worker(args: &GpuWorkerArgs) -> anyhow::Result<Exit> {
     let options = WorkerOptions {
         channel: args.channel.to_string(),
         runtime_dir: args.place.runtime_dir.clone(),
+        allowed_uids: args.side.allow_uid.clone(),
         rank: Rank(args.rank),
         geometry,
         copy_threads: args.device.copy_threads,

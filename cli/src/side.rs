@@ -20,6 +20,9 @@ pub(crate) struct SideArgs {
     /// Milliseconds to wait for the other side at start
     #[arg(long, value_name = "MS", default_value_t = 30_000, help_heading = "Channel")]
     attach_patience_ms: u64,
+    /// Users besides this one who may take part; both sides and --runtime-dir must let the other user in
+    #[arg(long, value_name = "UID[,UID]", value_delimiter = ',', help_heading = "Channel")]
+    pub(crate) allow_uid: Vec<u32>,
     /// Say events as JSON lines on standard output
     #[arg(long, value_enum, default_value_t = Events::Text, hide = true)]
     events: Events,

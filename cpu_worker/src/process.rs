@@ -75,7 +75,10 @@ pub fn run_producer(
     tell: &mut dyn FnMut(Event),
 ) -> Result<Summary, ProcessError> {
     let name = ChannelName::new(&options.channel)?;
-    let runtime = RuntimeDir::open(&RuntimeDir::choose(options.runtime_dir.as_deref()), &Peers::default())?;
+    let runtime = RuntimeDir::open(
+        &RuntimeDir::choose(options.runtime_dir.as_deref()),
+        &Peers::with(options.allowed_uids.clone()),
+    )?;
     let epoch = ProcessEpoch(random()?);
     let lock = RoleLock::acquire_in(&runtime, &name, Role::Producer, epoch, Duration::from_millis(200))?;
     let ended = Process::open(options, lock, epoch, tell).and_then(|mut process| {

@@ -84,19 +84,21 @@ pub fn run_worker(
     let mut counts = WorkerCounts::default();
     let ended = loop {
         match serve(options, stop, (clock, until_ns), &mut counts, tell) {
-            Err(ProcessError::Drained { reason }) if !stop.load(Ordering::Relaxed) => {
+            // Asked to stop while it is attached to nobody: it holds nothing.
+            Err(error) if error.is_unattached() && stop.load(Ordering::Relaxed) => break Ok(()),
+            Err(ProcessError::Drained { reason }) => {
                 // X25: what was accepted goes with its device; the worker attaches anew, under a new epoch.
                 let rank = options.rank.0;
                 tell(Event::Drained { rank, reason });
                 until_ns = clock.now_ns().saturating_add(patience_ns);
             }
-            Err(ProcessError::Gone(gone)) if !stop.load(Ordering::Relaxed) => {
+            Err(ProcessError::Gone(gone)) => {
                 // X27: in that folder nobody can find this worker any more.
                 let (rank, reason) = (options.rank.0, gone.to_string());
                 tell(Event::Drained { rank, reason });
                 until_ns = clock.now_ns().saturating_add(patience_ns);
             }
-            Err(gone) if gone.is_producer_gone() && clock.now_ns() < until_ns && !stop.load(Ordering::Relaxed) => {
+            Err(gone) if gone.is_producer_gone() && clock.now_ns() < until_ns => {
                 tracing::debug!(rank = options.rank.0, error = %gone, "the next producer is waited for");
             }
             ended => break ended,
@@ -121,7 +123,10 @@ pub fn run_worker(
 /// X27: the last process of a channel takes its folder away. Where another one lives, this does nothing.
 fn leave(options: &WorkerOptions) {
     let cleaned = || -> Result<(), Box<dyn std::error::Error>> {
-        let runtime = RuntimeDir::open(&RuntimeDir::choose(options.runtime_dir.as_deref()), &Peers::default())?;
+        let runtime = RuntimeDir::open(
+            &RuntimeDir::choose(options.runtime_dir.as_deref()),
+            &Peers::with(options.allowed_uids.clone()),
+        )?;
         clean(&runtime, &ChannelName::new(&options.channel)?, None, random_epoch()?)?;
         Ok(())
     };
@@ -140,7 +145,10 @@ fn serve(
 ) -> Result<(), ProcessError> {
     let map = GeometryMap::new(&options.geometry)?;
     let epoch = random_epoch()?;
-    let dir = RuntimeDir::open(&RuntimeDir::choose(options.runtime_dir.as_deref()), &Peers::default())?;
+    let dir = RuntimeDir::open(
+        &RuntimeDir::choose(options.runtime_dir.as_deref()),
+        &Peers::with(options.allowed_uids.clone()),
+    )?;
     let name = ChannelName::new(&options.channel)?;
     let lock = RoleLock::acquire_in(&dir, &name, Role::Rank(options.rank), epoch, Duration::from_millis(200))?;
     let mut survivor = Survivor::new(Listener::bind(&lock)?, layout_hash(), Limits::default())?;

@@ -44,6 +44,14 @@ pub enum CharterError {
         /// Bytes of the area behind its head.
         room: u64,
     },
+    /// A length that no charter has.
+    #[error("charter of {found} bytes, expected at most {room}: the control segment is damaged; start cold")]
+    Length {
+        /// Bytes by the stored word.
+        found: u64,
+        /// Bytes of the segment behind its head.
+        room: u64,
+    },
     /// The text is another one than was written.
     #[error("charter: checksum is {found:016x}, expected {expected:016x}: the control segment is damaged; start cold")]
     Checksum {

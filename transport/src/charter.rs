@@ -25,13 +25,13 @@ pub fn write_charter(control: &impl SharedMut, map: &RegionMap, charter: &Charte
 /// [`CharterError`] for one that no producer of this version writes.
 pub fn read_charter(control: &impl Shared) -> Result<Charter, CharterError> {
     let behind = control.size().saturating_sub(CHARTER_AT + CHARTER_HEAD_BYTES) as u64 & !7;
-    if behind == 0 {
-        return Err(CharterError::Room { found: 0, room: 0 });
-    }
-    let found = control.load(CHARTER_AT);
-    if found > behind {
+    let found = match behind {
+        0 => 0, // a segment that ends before the word
+        _ => control.load(CHARTER_AT),
+    };
+    if behind == 0 || found > behind {
         // X33: the word is the producer's.
-        return Err(CharterError::Room { found, room: behind });
+        return Err(CharterError::Length { found, room: behind });
     }
     let mut words = vec![0; (found as usize).div_ceil(8)];
     control.copy_out(CHARTER_AT + CHARTER_HEAD_BYTES, &mut words);

@@ -357,7 +357,7 @@ fn check_owner(path: &Path, uid: u32, allowed: bool, peers: &Peers) -> Result<()
         field: "owner",
         found: format!("uid {uid}"),
         expected: peers.to_string(),
-        remedy: "give --runtime-dir a folder of your own, or allow that user",
+        remedy: "give --runtime-dir a folder of your own, or allow that user: --allow-uid",
     })
 }
 

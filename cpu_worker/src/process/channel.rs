@@ -117,8 +117,13 @@ fn find_or_make(
     let mut reunion = call_survivors(lock, epoch, options.takeover_patience_ms, clock)?;
     // X23: a worker that lives and is only slow or stopped is waited for, where the channel is to outlive such things.
     let until_ns = clock.now_ns() + options.attach_patience_ms.saturating_mul(1_000_000);
+    let mut calls = 1;
     while options.on_rank_lost == OnRankLost::Wait && !reunion.silent.is_empty() && clock.now_ns() < until_ns {
-        tracing::warn!(silent = ?reunion.silent, "workers live and do not answer: they are called again");
+        calls += 1;
+        // One that starts at this moment has its lock and no socket yet.
+        if calls > 2 {
+            tracing::warn!(silent = ?reunion.silent, "workers live and do not answer: they are called again");
+        }
         reunion = call_survivors(lock, epoch, options.takeover_patience_ms, clock)?;
     }
     for (rank, mismatch) in &reunion.unusable {

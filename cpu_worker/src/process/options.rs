@@ -40,6 +40,9 @@ pub struct ProducerOptions {
     /// Where channels live; `None` for the default.
     #[serde(default)]
     pub runtime_dir: Option<PathBuf>,
+    /// Users besides this process's own who may take part (X20).
+    #[serde(default)]
+    pub allowed_uids: Vec<u32>,
     /// The geometry; every worker's must be equal.
     pub geometry: Geometry,
     /// Bytes of the plan ring, a power of two.
@@ -82,6 +85,7 @@ impl ProducerOptions {
         Self {
             channel: channel.into(),
             runtime_dir: None,
+            allowed_uids: Vec::new(),
             geometry,
             ring_bytes: 4 << 20,
             write_back_slots: 0,

@@ -79,4 +79,10 @@ impl ProcessError {
     pub(super) fn is_producer_gone(&self) -> bool {
         matches!(self, Self::ProducerGone | Self::Attach(AttachError::Link { .. }))
     }
+
+    /// This worker has no producer, for the moment or any more.
+    pub(super) fn is_unattached(&self) -> bool {
+        let never = matches!(self, Self::Attach(AttachError::NoProducer { .. }));
+        never || self.is_producer_gone() || matches!(self, Self::Stopped | Self::Drained { .. } | Self::Gone(_))
+    }
 }

@@ -15,6 +15,8 @@ pub struct WorkerOptions {
     pub channel: String,
     /// Where channels live; `None` for the default.
     pub runtime_dir: Option<PathBuf>,
+    /// Users besides this process's own who may take part (X20).
+    pub allowed_uids: Vec<u32>,
     /// The rank.
     pub rank: Rank,
     /// The geometry that this rank serves; the producer's must be equal.

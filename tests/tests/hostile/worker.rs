@@ -52,6 +52,7 @@ pub(crate) fn geometry() -> Geometry {
 /// An honest worker: verifies every byte on a late device until it is told to stop.
 pub(crate) fn honest(folder: &str, rank: u32) {
     let options = WorkerOptions {
+        allowed_uids: Vec::new(),
         channel: CHANNEL.into(),
         runtime_dir: Some(folder.into()),
         rank: Rank(rank),

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
 use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -79,6 +80,22 @@ impl Program {
         Some(Self::spawn(command, folder, args, ""))
     }
 
+    /// As [`Self::start`], as the user `uid`. `None`, with a message, where that is not allowed.
+    pub(crate) fn start_as(uid: u32, folder: &Arc<TempDir>, args: &[&str]) -> Option<Self> {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root can start a process of another user");
+            return None;
+        }
+        // Where that user can execute it.
+        let binary = folder.path().join("kvsluice");
+        if !binary.exists() {
+            std::fs::copy(crate::BINARY, &binary).expect("the binary is copied");
+        }
+        let mut command = Command::new(binary);
+        command.uid(uid).gid(uid).current_dir("/");
+        Some(Self::spawn(command, &folder, args, ""))
+    }
+
     /// The process that this one has started, as seen from here.
     pub(crate) fn inner(&self) -> Pid {
         let path = format!("/proc/{0}/task/{0}/children", self.id());
@@ -127,6 +144,16 @@ impl Program {
                 Err(RecvTimeoutError::Timeout) => panic!("no {text:?} in {HANG:?}:\n{}", self.seen.join("\n")),
                 Err(RecvTimeoutError::Disconnected) => panic!("ended without {text:?}:\n{}", self.seen.join("\n")),
             }
+        }
+    }
+
+    /// Waits until a file of its runtime folder is there.
+    pub(crate) fn until_it_exists(&mut self, path: &str) {
+        let (path, deadline) = (self.folder.path().join(path), Instant::now() + HANG);
+        while !path.exists() {
+            let lives = self.child.try_wait().expect("a child").is_none();
+            assert!(lives && Instant::now() < deadline, "{} does not come", path.display());
+            thread::yield_now();
         }
     }
 

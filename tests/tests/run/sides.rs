@@ -217,3 +217,54 @@ fn x27_a_worker_whose_folder_was_deleted_says_so_and_attaches_anew() {
     assert_eq!(ended.code, Some(0), "{}", ended.log);
     end_worker(worker).left_nothing();
 }
+
+#[test]
+fn x20_a_worker_of_another_user_takes_part_where_both_sides_allow_it_and_also_after_a_takeover() {
+    const OTHER: u32 = 4711;
+    let folder = folder();
+    std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o1777)).unwrap();
+    let other = |args: &[&str]| {
+        let fixed = ["gpu-worker", "--channel=hand", "--ranks=1", "--rank=0"];
+        Program::start_as(OTHER, &folder, &[&fixed[..], args].concat())
+    };
+    let allow = format!("--allow-uid={OTHER}");
+    let mut first = producer(&folder, &[&allow, "--rounds=100000"]);
+    first.until_it_says("is open");
+    let Some(unwilling) = other(&[]) else {
+        first.signal("itself", Signal::TERM);
+        return drop(first.end());
+    };
+    let refused = unwilling.end();
+    assert_eq!(refused.code, Some(4), "{}", refused.log);
+    assert!(
+        refused.log.contains("or allow that user: --allow-uid"),
+        "{}",
+        refused.log
+    );
+
+    let mut worker = other(&["--allow-uid=0"]).unwrap();
+    first.until_it_says("takes part");
+    first.signal("itself", Signal::KILL);
+    first.end();
+    worker.until_it_says("ProducerLost");
+    let played = producer(&folder, &[&allow, "--requests=10"]).end();
+    assert_eq!(played.code, Some(0), "{}", played.log);
+    assert!(played.log.contains("incarnation 2"), "{}", played.log);
+    end_worker(worker);
+    // The worker may not remove what is another user's.
+    let clean = ["clean", "--allow-uid=4711"];
+    let cleaned = Program::start(&folder, &clean, "").end();
+    assert!(cleaned.log.contains("hand was stale"), "{}", cleaned.log);
+    assert!(!folder.path().join("hand").exists());
+}
+
+#[test]
+fn a_worker_that_is_stopped_while_no_producer_is_there_ends_with_code_0() {
+    let folder = folder();
+    let mut waiting = worker(&folder, &[]);
+    waiting.until_it_exists("hand/rank-0.sock");
+    waiting.signal("itself", Signal::TERM);
+    let ended = waiting.end();
+    assert_eq!(ended.code, Some(0), "{}", ended.log);
+    ended.left_nothing();
+}

@@ -170,7 +170,7 @@ impl Joining {
                 "producer's user",
                 found,
                 self.dir.peers(),
-                "allow that user",
+                "allow that user: --allow-uid",
             )));
         }
         let welcome = match received.read() {

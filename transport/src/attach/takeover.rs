@@ -242,7 +242,7 @@ impl Takeover {
                 "worker's user",
                 peer.uid,
                 self.dir.peers(),
-                "allow that user",
+                "allow that user: --allow-uid",
             ));
         }
         let proof = Proof::of(&mut peer, &self.dir, Role::Rank(rank), surviving.worker_epoch)?;

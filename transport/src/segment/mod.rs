@@ -321,7 +321,7 @@ fn check_descriptor(descriptor: &OwnedFd, wanted: &Wanted<'_>) -> Result<usize, 
             "owner",
             format!("uid {}", stat.st_uid),
             wanted.peers.to_string(),
-            "allow that user",
+            "allow that user: --allow-uid",
         );
     }
     if wanted.mode == Mode::Persistent {
