@@ -93,7 +93,7 @@ impl Program {
         }
         let mut command = Command::new(binary);
         command.uid(uid).gid(uid).current_dir("/");
-        Some(Self::spawn(command, &folder, args, ""))
+        Some(Self::spawn(command, folder, args, ""))
     }
 
     /// The process that this one has started, as seen from here.
