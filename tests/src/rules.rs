@@ -166,7 +166,7 @@ fn faults_in(path: &Path, source: &str, faults: &mut BTreeMap<String, Fault>) {
 }
 
 /// The rules of compaction that no fault breaks which is planted and named in a test, and those among
-/// [`WITHOUT_FAULT`] that one does break.
+/// `WITHOUT_FAULT` that one does break.
 pub fn unbroken(faults: &BTreeMap<String, Fault>) -> Vec<Rule> {
     let seen = faults.iter().filter(|(_, fault)| fault.planted && fault.named);
     let broken: BTreeSet<Rule> = seen.flat_map(|(name, _)| of_name(name)).collect();
