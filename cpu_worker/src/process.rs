@@ -77,7 +77,7 @@ pub fn run_producer(
     let name = ChannelName::new(&options.channel)?;
     let runtime = RuntimeDir::open(
         &RuntimeDir::choose(options.runtime_dir.as_deref()),
-        &Peers::with(options.allowed_uids.clone()),
+        &Peers::with(options.allowed_uids.iter().copied()),
     )?;
     let epoch = ProcessEpoch(random()?);
     let lock = RoleLock::acquire_in(&runtime, &name, Role::Producer, epoch, Duration::from_millis(200))?;

@@ -31,7 +31,7 @@ use kvsluice_transport::names::{ChannelName, Role};
 use kvsluice_transport::peers::Peers;
 use kvsluice_transport::port::Port;
 use kvsluice_transport::ring::RingShape;
-use kvsluice_transport::runtime_dir::RuntimeDir;
+use kvsluice_transport::runtime_dir::{RuntimeDir, RuntimeDirError};
 use kvsluice_transport::segment::{Mapping, MappingMut};
 use kvsluice_transport::shared::Shared;
 use kvsluice_transport::wait::{Futexes, Idle, Waiter, wake_sleepers};
@@ -86,15 +86,14 @@ pub fn run_worker(
         match serve(options, stop, (clock, until_ns), &mut counts, tell) {
             // Asked to stop while it is attached to nobody: it holds nothing.
             Err(error) if error.is_unattached() && stop.load(Ordering::Relaxed) => break Ok(()),
-            Err(ProcessError::Drained { reason }) => {
-                // X25: what was accepted goes with its device; the worker attaches anew, under a new epoch.
+            // X25: what was accepted goes with its device; the worker attaches anew, under a new epoch. X27: so does one that
+            // nobody can find in its folder any more.
+            Err(away @ (ProcessError::Drained { .. } | ProcessError::Gone(_))) => {
+                let reason = match away {
+                    ProcessError::Drained { reason } => reason,
+                    gone => gone.to_string(),
+                };
                 let rank = options.rank.0;
-                tell(Event::Drained { rank, reason });
-                until_ns = clock.now_ns().saturating_add(patience_ns);
-            }
-            Err(ProcessError::Gone(gone)) => {
-                // X27: in that folder nobody can find this worker any more.
-                let (rank, reason) = (options.rank.0, gone.to_string());
                 tell(Event::Drained { rank, reason });
                 until_ns = clock.now_ns().saturating_add(patience_ns);
             }
@@ -120,13 +119,16 @@ pub fn run_worker(
     ended.map(|()| counts)
 }
 
+/// The folder where the channel is, with the users who may take part (X20).
+fn runtime_of(options: &WorkerOptions) -> Result<RuntimeDir, RuntimeDirError> {
+    let peers = Peers::with(options.allowed_uids.iter().copied());
+    RuntimeDir::open(&RuntimeDir::choose(options.runtime_dir.as_deref()), &peers)
+}
+
 /// X27: the last process of a channel takes its folder away. Where another one lives, this does nothing.
 fn leave(options: &WorkerOptions) {
     let cleaned = || -> Result<(), Box<dyn std::error::Error>> {
-        let runtime = RuntimeDir::open(
-            &RuntimeDir::choose(options.runtime_dir.as_deref()),
-            &Peers::with(options.allowed_uids.clone()),
-        )?;
+        let runtime = runtime_of(options)?;
         clean(&runtime, &ChannelName::new(&options.channel)?, None, random_epoch()?)?;
         Ok(())
     };
@@ -145,10 +147,7 @@ fn serve(
 ) -> Result<(), ProcessError> {
     let map = GeometryMap::new(&options.geometry)?;
     let epoch = random_epoch()?;
-    let dir = RuntimeDir::open(
-        &RuntimeDir::choose(options.runtime_dir.as_deref()),
-        &Peers::with(options.allowed_uids.clone()),
-    )?;
+    let dir = runtime_of(options)?;
     let name = ChannelName::new(&options.channel)?;
     let lock = RoleLock::acquire_in(&dir, &name, Role::Rank(options.rank), epoch, Duration::from_millis(200))?;
     let mut survivor = Survivor::new(Listener::bind(&lock)?, layout_hash(), Limits::default())?;

@@ -207,9 +207,7 @@ fn x27_a_worker_whose_folder_was_deleted_says_so_and_attaches_anew() {
     // One that serves nobody, and then one that waits to attach.
     for before in ["ProducerLost", "attaches anew"] {
         worker.until_it_says(before);
-        while !channel.join("rank-0.sock").exists() {
-            std::thread::yield_now();
-        }
+        worker.until_it_exists("hand/rank-0.sock");
         std::fs::remove_dir_all(&channel).expect("the folder is there");
     }
     worker.until_it_says("was deleted or replaced");
